@@ -1,1 +1,3 @@
-//! placeholder
+//! What an operator can ask the router to show without traffic.
+
+pub mod events;
