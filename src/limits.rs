@@ -43,3 +43,9 @@ pub const RUN_BLOCKS_MAX: usize = 512;
 
 /// Slots (worker and rank) in the index at one time.
 pub const SLOTS_MAX: usize = 60_000;
+
+/// Messages read from one publisher before the others, the ledger and a publication have their turn.
+pub const EVENT_MESSAGES_PER_TURN: usize = 64;
+
+/// Frames kept of one multipart message; the rest is read and dropped.
+pub const EVENT_FRAMES_MAX: usize = 8;
