@@ -27,3 +27,21 @@ pub const BLOCK_TOKENS_MAX: usize = 1 << 16;
 
 /// Characters of rendered prompt text.
 pub const RENDERED_BYTES_MAX: usize = 64 << 20;
+
+/// Workers of one source; registrations beyond it are skipped and counted.
+pub const WORKERS_MAX: usize = 16_384;
+
+/// The workers file, bytes.
+pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
+
+/// What is read of an engine's answer to discovery's questions, bytes; `/metrics` is the long one.
+pub const ENGINE_ANSWER_BYTES_MAX: usize = 8 << 20;
+
+/// Questions that discovery has open at engines at a time.
+pub const ENGINE_QUESTIONS_MAX: usize = 64;
+
+/// Messages between discovery's tasks; a full queue slows the sender.
+pub const DISCOVERY_QUEUE_MESSAGES: usize = 256;
+
+/// One message from etcd, bytes.
+pub const ETCD_MESSAGE_BYTES_MAX: usize = 64 << 20;

@@ -6,7 +6,7 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
 
 /// One option of the server.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub(super) struct Setting {
     /// Long name without dashes.
     pub name: String,
@@ -36,6 +36,13 @@ impl fmt::Display for Setting {
         }
         let values: Vec<_> = self.values.iter().map(|value| redact(value)).collect();
         write!(f, "{} = {} ({source})", self.name, values.join(" "))
+    }
+}
+
+impl fmt::Debug for Setting {
+    /// The redacted form: a derived one would print what `Display` hides.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
     }
 }
 

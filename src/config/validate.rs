@@ -192,12 +192,16 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
         match worker_argument::parse(text) {
             Ok(record) => match workers.iter().find(|known| known.worker_id == record.worker_id) {
                 Some(known) if *known != record => {
-                    problems.add(format!("--worker {text}: `{}` is given twice, differently", record.worker_id));
+                    problems.add(format!(
+                        "--worker {}: `{}` is given twice, differently",
+                        redact(text),
+                        record.worker_id
+                    ));
                 }
                 Some(_) => {}
                 None => workers.push(record),
             },
-            Err(problem) => problems.add(format!("--worker {text}: {problem}")),
+            Err(problem) => problems.add(format!("--worker {}: {problem}", redact(text))),
         }
     }
     if let Some(path) = &arguments.workers_file

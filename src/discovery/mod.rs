@@ -2,7 +2,14 @@
 //! file, etcd), completes what a record leaves open by asking the engine, resolves names, and hands every changed
 //! set to one callback. It never touches a request, and trouble with a source never empties the fleet.
 
+mod ask;
+mod attendant;
+mod departures;
+mod etcd;
+mod facts;
+mod file;
 mod registry;
+mod source;
 mod status;
 
 use std::path::PathBuf;
@@ -172,3 +179,6 @@ impl Drop for DiscoveryHandle {
         self.shutdown();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,8 +13,9 @@ pub enum UrlError {
     Tls(String),
     #[error("`{0}`: scheme `{1}` is not supported; use http://")]
     Scheme(String, String),
+    // Without the part in front of the `@`: it may be a password.
     #[error(
-        "`{0}` carries `…@` in front of the host, which would be read as a user name; a rank is given by dp_rank, not by the URL"
+        "something stands in front of `@{0}`, where a URL has a user name; a rank is given by dp_rank, not by the URL"
     )]
     UserInfo(String),
     #[error("`{0}` has a query or fragment; a worker's URL is only scheme, host, port and path prefix")]
@@ -56,7 +57,8 @@ impl WorkerUrl {
         // The parser drops an empty `@`; the field's accident is `host:port@rank`, so look at the text as well.
         let authority_text = trimmed.split("://").nth(1).unwrap_or("").split(['/', '?', '#']).next().unwrap_or("");
         if !url.username().is_empty() || url.password().is_some() || authority_text.contains('@') {
-            return Err(UrlError::UserInfo(text.to_owned()));
+            let host = authority_text.rsplit('@').next().unwrap_or("");
+            return Err(UrlError::UserInfo(host.to_owned()));
         }
         if url.query().is_some() || url.fragment().is_some() {
             return Err(UrlError::QueryOrFragment(text.to_owned()));
