@@ -1,0 +1,2 @@
+//! `runtimes`
+fn main() {}
