@@ -11,6 +11,9 @@ pub const CHUNK_BYTES: usize = 167;
 /// Events of one stream, `[DONE]` in the last.
 pub const STREAM_CHUNKS: usize = 64;
 
+/// Events in one write of a burst.
+pub const BURST_CHUNKS: usize = 16;
+
 /// Payload of a small JSON answer, bytes.
 pub const JSON_BYTES: usize = 193;
 
@@ -44,8 +47,8 @@ impl Answer {
         Answer { first, later: Vec::new(), interval: None, endless: false, payload: payload.into() }
     }
 
-    /// [`STREAM_CHUNKS`] events of [`CHUNK_BYTES`], one every `interval`, or one write after another as a
-    /// decoder that has fallen behind does.
+    /// [`STREAM_CHUNKS`] events of [`CHUNK_BYTES`], one every `interval`, or [`BURST_CHUNKS`] a write
+    /// without a pause, as from an engine whose own relay has fallen behind.
     pub fn stream(interval: Option<Duration>) -> Answer {
         let events: Vec<Vec<u8>> = (1..=STREAM_CHUNKS).map(|number| event(number == STREAM_CHUNKS)).collect();
         let payload: Vec<u8> = events.concat();
@@ -54,6 +57,9 @@ impl Answer {
             last.extend_from_slice(b"0\r\n\r\n");
         }
         frames[0].splice(0..0, STREAM_HEAD.iter().copied());
+        if interval.is_none() {
+            frames = frames.chunks(BURST_CHUNKS).map(<[Vec<u8>]>::concat).collect();
+        }
         let first = frames.remove(0);
         let later = frames;
         Answer { first, later, interval, endless: false, payload: payload.into() }

@@ -2,7 +2,6 @@
 //!
 //! Owns the order of measurements. Never formats results.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
