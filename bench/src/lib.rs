@@ -13,5 +13,6 @@ pub mod machine;
 pub mod process;
 pub mod report;
 pub mod rivals;
+pub mod runtimes;
 pub mod scenario;
 pub mod statistics;
