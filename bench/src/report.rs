@@ -2,7 +2,7 @@
 //!
 //! Owns the schema (documented in `bench/README.md`) and every ratio. Never measures.
 
-use std::fmt::Write;
+use std::fmt::Write as _;
 
 use serde::Serialize;
 
@@ -15,6 +15,12 @@ use crate::scenario::{Group, Scenario, Unit};
 use crate::statistics::{Spread, percentile, spread};
 
 pub const SCHEMA: &str = "infera-bench/1";
+
+/// One line to standard error; a reader that has left does not end a run.
+pub fn progress(line: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
 
 /// One window of one proxy.
 #[derive(Clone, Debug, Serialize)]

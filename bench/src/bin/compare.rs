@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use bench::harness::{Harness, Plan, scenarios};
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit};
-use bench::report::Report;
+use bench::report::{Report, progress};
 use bench::rivals::{Kind, ROUTER, Rival, YARDSTICK, find_tool};
 use bench::scenario::Group;
 use clap::Parser;
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
-            eprintln!("compare: {error:#}");
+            progress(&format!("compare: {error:#}"));
             ExitCode::from(2)
         }
     }
@@ -66,7 +66,7 @@ fn run(arguments: Arguments) -> Result<bool> {
     let idle_streams = idle_streams(&arguments, descriptors_max)?;
     let cores = Cores::detect()?;
     if cores.proxy == cores.load {
-        eprintln!("one core only: CPU figures hold, rates and latencies mean nothing");
+        progress("one core only: CPU figures hold, rates and latencies mean nothing");
     }
     let host = Host::describe(descriptors_max);
     pin_current_thread(cores.load)?;
@@ -78,7 +78,7 @@ fn run(arguments: Arguments) -> Result<bool> {
         idle_streams,
         idle_proxies: idle_proxies.map(|rival| rival.name.clone()).collect(),
     };
-    let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, |line| eprintln!("{line}"))?;
+    let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, progress)?;
     let report = Report::new(host, cores, &plan, results);
     print(&report.table())?;
     if let Some(path) = &arguments.json {

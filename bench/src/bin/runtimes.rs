@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use bench::harness::{Harness, Plan, scenarios};
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit};
-use bench::report::Report;
+use bench::report::{Report, progress};
 use bench::rivals::{Kind, Rival, YARDSTICK, find_tool};
 use bench::runtimes::Candidate;
 use bench::scenario::Group;
@@ -78,7 +78,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
-            eprintln!("runtimes: {error:#}");
+            progress(&format!("runtimes: {error:#}"));
             ExitCode::from(2)
         }
     }
@@ -116,7 +116,7 @@ fn compare(arguments: &Compare) -> Result<bool> {
         idle_streams: 0,
         idle_proxies: Vec::new(),
     };
-    let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, |line| eprintln!("{line}"))?;
+    let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, progress)?;
     let report = Report::new(host, cores, &plan, results);
     std::io::stdout().lock().write_all(report.table().as_bytes())?;
     if let Some(path) = &arguments.json {
