@@ -67,8 +67,7 @@ fn main() {
     }
     let upstream: SocketAddr = upstream.unwrap_or_else(|| usage());
     let authority = upstream.to_string();
-    let started =
-        Engine::start(config, move |context| Proxy { context, upstream, authority: authority.clone() });
+    let started = Engine::start(config, move |context| Proxy { context, upstream, authority: authority.clone() });
     match started {
         Ok(engine) => {
             eprintln!("listening on {} with {:?}", engine.local_addr(), engine.driver());

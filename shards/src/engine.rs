@@ -191,7 +191,8 @@ fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, s
         Err(error) => return drop(started.send(Err(runtime_failed(error)))),
     };
     if seed.config.require_io_uring && report.name != "io_uring" {
-        let reason = report.fallback_reason.unwrap_or_else(|| String::from("epoll was asked for, io_uring is required"));
+        let reason =
+            report.fallback_reason.unwrap_or_else(|| String::from("epoll was asked for, io_uring is required"));
         return drop(started.send(Err(StartError::IoUringRequired(reason))));
     }
     runtime.block_on(async move {

@@ -14,9 +14,9 @@ use http::StatusCode;
 use super::client::Client;
 use crate::buffers;
 use crate::clock::{Fired, now_ms};
+use crate::http1::HeadScan;
 use crate::http1::chunked::Chunked;
 use crate::http1::request::{self, Refusal, RequestFraming, RequestHead};
-use crate::http1::HeadScan;
 use crate::service::{Rejection, RejectionKind, Request};
 
 /// First allocation for a body whose length is only claimed, bytes.
@@ -196,7 +196,7 @@ impl<F: Future<Output = io::Result<()>>> Reader<'_, '_, F> {
                 }
                 Err(_) => return Err(Ended::Quietly),
             }
-            if turn > BYTES_PER_TURN {
+            if turn >= BYTES_PER_TURN && body.len() < length {
                 self.body_readable(arm).await?;
                 turn = 0;
             }
@@ -226,15 +226,16 @@ impl<F: Future<Output = io::Result<()>>> Reader<'_, '_, F> {
             if chunked.is_done() {
                 return Ok(Bytes::from(body));
             }
+            // Only now, with every byte at hand looked at, is it certain that more must come.
+            if turn >= BYTES_PER_TURN {
+                self.body_readable(arm).await?;
+                turn = 0;
+            }
             match self.input.read_from(self.client) {
                 Ok(0) => return Err(Ended::Quietly),
                 Ok(received) => turn += received,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => turn = BYTES_PER_TURN,
                 Err(_) => return Err(Ended::Quietly),
-            }
-            if turn >= BYTES_PER_TURN {
-                self.body_readable(arm).await?;
-                turn = 0;
             }
         }
     }

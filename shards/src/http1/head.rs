@@ -90,7 +90,8 @@ impl Head {
                     if facts.content_length.is_some() {
                         return Err(Malformed("more than one Content-Length"));
                     }
-                    facts.content_length = Some(decimal(line.value).ok_or(Malformed("Content-Length is not a number"))?);
+                    facts.content_length =
+                        Some(decimal(line.value).ok_or(Malformed("Content-Length is not a number"))?);
                 }
                 Role::TransferEncoding => {
                     if facts.chunked || !line.value.eq_ignore_ascii_case(b"chunked") {

@@ -51,7 +51,7 @@ pub(crate) fn parse(bytes: &[u8], headers_max: usize) -> Result<RequestHead, Ref
     match parsed.parse_with_uninit_headers(bytes, &mut lines) {
         Ok(httparse::Status::Complete(length)) if length == bytes.len() => {}
         Ok(_) => return Err(Malformed("a head that does not end where its lines end").into()),
-        Err(error) => return Err(refusal_of(error)),
+        Err(error) => return Err(refusal_of(error, bytes)),
     }
     if parsed.headers.len() > headers_max {
         return Err(refuse(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "too many header lines"));
@@ -84,16 +84,25 @@ pub(crate) fn parse(bytes: &[u8], headers_max: usize) -> Result<RequestHead, Ref
     })
 }
 
-fn refusal_of(error: httparse::Error) -> Refusal {
+fn refusal_of(error: httparse::Error, bytes: &[u8]) -> Refusal {
     match error {
         httparse::Error::TooManyHeaders => {
             refuse(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "too many header lines")
         }
-        httparse::Error::Version => refuse(StatusCode::HTTP_VERSION_NOT_SUPPORTED, "an HTTP version other than 1.0 and 1.1"),
+        httparse::Error::Version if names_a_version(bytes) => {
+            refuse(StatusCode::HTTP_VERSION_NOT_SUPPORTED, "an HTTP version other than 1.0 and 1.1")
+        }
         httparse::Error::HeaderName => Malformed("an invalid header name").into(),
         httparse::Error::HeaderValue => Malformed("an invalid header value").into(),
         _ => Malformed("an invalid request line").into(),
     }
+}
+
+/// The parser calls anything after the target a version; only `HTTP/…` at the line's end is one.
+fn names_a_version(bytes: &[u8]) -> bool {
+    let line = bytes.split(|&byte| byte == b'\r').next().unwrap_or_default();
+    let mut words = line.split(|&byte| byte == b' ').skip(2);
+    words.next().is_some_and(|word| word.starts_with(b"HTTP/")) && words.next().is_none()
 }
 
 fn method_of(name: &str) -> Result<Method, Refusal> {

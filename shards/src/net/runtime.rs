@@ -87,7 +87,10 @@ fn uring() -> io::Result<(Runtime<TimeDriver<IoUringDriver>>, Vec<&'static str>)
             .build();
         match built {
             Ok(_) if !monoio::utils::detect_uring() => {
-                return Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel lacks ring operations that are needed"));
+                return Err(io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    "the kernel lacks ring operations that are needed",
+                ));
             }
             Ok(runtime) => return Ok((runtime, flags)),
             Err(error) => last = error,
@@ -100,8 +103,12 @@ fn uring() -> io::Result<(Runtime<TimeDriver<IoUringDriver>>, Vec<&'static str>)
 fn explain(error: &io::Error, sysctl: Option<&str>) -> String {
     let cause = match error.raw_os_error() {
         Some(code) if code == rustix::io::Errno::PERM.raw_os_error() => "the kernel does not permit it",
-        Some(code) if code == rustix::io::Errno::NOSYS.raw_os_error() => "the kernel does not have it, or a filter hides it",
-        Some(code) if code == rustix::io::Errno::NOMEM.raw_os_error() => "the locked-memory limit (ulimit -l) is too small",
+        Some(code) if code == rustix::io::Errno::NOSYS.raw_os_error() => {
+            "the kernel does not have it, or a filter hides it"
+        }
+        Some(code) if code == rustix::io::Errno::NOMEM.raw_os_error() => {
+            "the locked-memory limit (ulimit -l) is too small"
+        }
         _ => "it could not be set up",
     };
     let value = sysctl.map_or(String::from("unknown here"), |value| format!("now {value}"));

@@ -39,7 +39,15 @@ impl From<io::Error> for Trouble {
 
 impl Connection {
     pub(super) fn new(stream: Stream, address: SocketAddr) -> Connection {
-        Connection { stream, address, reused: false, answered: false, slot: Slot::new(), buffer: Vec::new(), bulk: false }
+        Connection {
+            stream,
+            address,
+            reused: false,
+            answered: false,
+            slot: Slot::new(),
+            buffer: Vec::new(),
+            bulk: false,
+        }
     }
 
     /// Appends at least one byte to the buffer; `Ok(0)` = end of stream. After an error the connection is of no use.
@@ -51,7 +59,9 @@ impl Connection {
 
     async fn fill_once(&mut self, limit: Option<Duration>) -> Result<usize, Trouble> {
         if self.buffer.is_empty() {
-            if self.bulk && let Some(received) = self.fill_from_queue()? {
+            if self.bulk
+                && let Some(received) = self.fill_from_queue()?
+            {
                 return Ok(received);
             }
             let waiting = buffers::take_small();
