@@ -55,8 +55,7 @@ impl TextModel {
     }
 
     fn from_parts(tokenizer: &[u8], config: &[u8], template_file: Option<String>) -> Result<TextModel> {
-        let tokenizer =
-            Tokenizer::from_bytes(tokenizer).map_err(|error| anyhow::anyhow!("tokenizer.json: {error}"))?;
+        let tokenizer = Tokenizer::from_bytes(tokenizer).map_err(|error| anyhow::anyhow!("tokenizer.json: {error}"))?;
         let config: Value = serde_json::from_slice(config).context("tokenizer_config.json")?;
         let template = match (template_file, &config["chat_template"]) {
             (Some(file), _) => file,
@@ -256,8 +255,9 @@ mod tests {
             "<|im_start|>system\nable about<|im_end|>\n<|im_start|>user\nabove\nzone<|im_end|>\n<|im_start|>assistant\n"
         );
         assert_eq!(model.decode(&ids).unwrap(), text);
-        // start system \n able about end \n start user \n above \n zone end \n start assistant \n
-        assert_eq!(ids.len(), 18);
+        let special = |text| model.tokenizer.token_to_id(text).unwrap();
+        let count = |id| ids.iter().filter(|it| **it == id).count();
+        assert_eq!((count(special("<|im_start|>")), count(special("<|im_end|>"))), (3, 2));
     }
 
     #[test]

@@ -260,8 +260,7 @@ impl Engine {
         let mut count = 0;
         for rank in &self.ranks {
             let named = |listener: &Listener| listener.abort_name.as_deref().is_some_and(&matches);
-            let hit: Vec<u64> =
-                rank.listeners.borrow().iter().filter(|(_, it)| named(it)).map(|(id, _)| *id).collect();
+            let hit: Vec<u64> = rank.listeners.borrow().iter().filter(|(_, it)| named(it)).map(|(id, _)| *id).collect();
             for id in hit {
                 if let Some(listener) = rank.listeners.borrow_mut().remove(&id) {
                     listener.queue.push(Progress::Aborted);

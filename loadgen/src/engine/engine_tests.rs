@@ -91,7 +91,8 @@ fn chat_stream_has_openai_shape() {
     assert_eq!(events[5]["usage"]["completion_tokens"], 4);
     let ids: std::collections::BTreeSet<String> = events.iter().map(|event| event["id"].to_string()).collect();
     assert_eq!(ids.len(), 1);
-    let streamed: String = events[1..5].iter().map(|it| it["choices"][0]["delta"]["content"].as_str().unwrap()).collect();
+    let streamed: String =
+        events[1..5].iter().map(|it| it["choices"][0]["delta"]["content"].as_str().unwrap()).collect();
     let expected = TextModel::shipped().unwrap().expected_chat_answer(&body, 4).unwrap();
     assert_eq!(streamed, expected);
     let (_, unary) = post(&engine, "/v1/chat/completions", &chat("able about", json!({})));
@@ -199,7 +200,9 @@ fn pipelined_and_chunked_requests_are_served() {
     let mut bytes = Vec::new();
     let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\ntransfer-encoding: chunked\r\n\r\n";
     bytes.extend_from_slice(head.as_bytes());
-    bytes.extend_from_slice(format!("{:x}\r\n{left}\r\n{:x};x=1\r\n{right}\r\n0\r\nt: 1\r\n\r\n", left.len(), right.len()).as_bytes());
+    bytes.extend_from_slice(
+        format!("{:x}\r\n{left}\r\n{:x};x=1\r\n{right}\r\n0\r\nt: 1\r\n\r\n", left.len(), right.len()).as_bytes(),
+    );
     bytes.extend_from_slice(b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n");
     stream.write_all(&bytes).unwrap();
     let mut text = String::new();
@@ -334,9 +337,7 @@ impl Pack {
 
     fn hash(&self) -> WireHash {
         match self {
-            Pack::Number(value) => {
-                u64::try_from(*value).map_or(WireHash::Signed(*value as i64), WireHash::Unsigned)
-            }
+            Pack::Number(value) => u64::try_from(*value).map_or(WireHash::Signed(*value as i64), WireHash::Unsigned),
             Pack::Bytes(bytes) => WireHash::Bytes(bytes.clone()),
             other => panic!("a hash, not {other:?}"),
         }
@@ -383,7 +384,13 @@ fn apply(mirror: &mut HashMap<Vec<u8>, u32>, payload: &[u8], rank: u32, block_si
 }
 
 /// Reads batches until the mirror has all that the engine has published.
-fn follow(engine: &EngineHandle, rank: usize, socket: &zmq::Socket, mirror: &mut HashMap<Vec<u8>, u32>, next: &mut u64) {
+fn follow(
+    engine: &EngineHandle,
+    rank: usize,
+    socket: &zmq::Socket,
+    mirror: &mut HashMap<Vec<u8>, u32>,
+    next: &mut u64,
+) {
     let published = engine.state().ranks[rank].event_batches;
     while *next < published {
         let frames = socket.recv_multipart(0).expect("a batch within the receive timeout");
@@ -509,7 +516,13 @@ fn ranks_have_pools_and_feeds_of_their_own() {
     assert_eq!(Pack::parse(&mut rest).items()[2], Pack::Number(1));
     let state = engine.state();
     assert_eq!((state.ranks[0].blocks_resident, state.ranks[1].blocks_resident), (0, 6));
-    let bad = exchange(&engine, "POST", "/v1/completions", "X-Data-Parallel-Rank: 2\r\n", &json!({"model": "demo", "prompt": "able"}));
+    let bad = exchange(
+        &engine,
+        "POST",
+        "/v1/completions",
+        "X-Data-Parallel-Rank: 2\r\n",
+        &json!({"model": "demo", "prompt": "able"}),
+    );
     assert_eq!(bad.0, 400);
     assert!(engine.worker_flag().ends_with(",dp-size=2"));
     let sources = exchange(&engine, "GET", "/kv_event_sources", "", &Value::Null).1;

@@ -58,7 +58,13 @@ impl Dialect {
         payload
     }
 
-    fn write(&self, out: &mut Vec<u8>, timestamp: f64, events: &[CacheEvent], rank: u32) -> Result<(), ValueWriteError> {
+    fn write(
+        &self,
+        out: &mut Vec<u8>,
+        timestamp: f64,
+        events: &[CacheEvent],
+        rank: u32,
+    ) -> Result<(), ValueWriteError> {
         write_array_len(out, 3)?;
         write_f64(out, timestamp)?;
         write_array_len(out, events.len() as u32)?;

@@ -75,8 +75,9 @@ pub(super) async fn respond(
         model: engine.config.model.clone(),
         prompt_tokens: job.prompts.iter().map(Vec::len).sum(),
     };
+    let close_after = engine.faults.borrow().close_after_tokens;
     if job.stream {
-        stream(connection, request, &job, running, &reply, engine.faults.borrow().close_after_tokens).await
+        stream(connection, request, &job, running, &reply, close_after).await
     } else {
         whole(connection, request, &job, running, &reply).await
     }
@@ -118,8 +119,10 @@ fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Res
     let limit = match (&body["max_completion_tokens"], &body["max_tokens"]) {
         (Value::Null, Value::Null) => None,
         (Value::Null, limit) | (limit, _) => Some(
-            limit.as_u64().filter(|limit| *limit >= 1).ok_or_else(|| ApiError::bad_request("`max_tokens` must be >= 1"))?
-                as usize,
+            limit
+                .as_u64()
+                .filter(|limit| *limit >= 1)
+                .ok_or_else(|| ApiError::bad_request("`max_tokens` must be >= 1"))? as usize,
         ),
     };
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);

@@ -109,8 +109,7 @@ pub struct EngineState {
 impl EngineState {
     /// Nothing runs, waits or holds a block.
     pub fn is_idle(&self) -> bool {
-        self.requests_open == 0
-            && self.ranks.iter().all(|rank| rank.running + rank.waiting + rank.blocks_held == 0)
+        self.requests_open == 0 && self.ranks.iter().all(|rank| rank.running + rank.waiting + rank.blocks_held == 0)
     }
 
     pub fn blocks_resident(&self) -> usize {

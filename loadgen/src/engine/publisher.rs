@@ -111,7 +111,8 @@ fn bind_ranks(
         let first_address = if port == 0 { format!("tcp://{host}:*") } else { format!("tcp://{host}:{port}") };
         first.bind(&first_address).with_context(|| format!("binding {first_address}"))?;
         let endpoint = first.get_last_endpoint()?.map_err(|_| anyhow::anyhow!("endpoint is not text"))?;
-        let base: u16 = endpoint.rsplit(':').next().and_then(|text| text.parse().ok()).context("endpoint has no port")?;
+        let base: u16 =
+            endpoint.rsplit(':').next().and_then(|text| text.parse().ok()).context("endpoint has no port")?;
         let mut sockets = vec![first];
         for rank in 1..ranks {
             let socket = new_socket(context, kind)?;

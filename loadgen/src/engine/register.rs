@@ -102,7 +102,8 @@ impl Session {
     async fn keep_alive(&mut self) -> Result<()> {
         let (mut keeper, mut replies) = self.client.lease_keep_alive(self.lease).await?;
         keeper.keep_alive().await?;
-        let reply = tokio::time::timeout(KEEPALIVE_EVERY, replies.message()).await??.context("keepalive stream ended")?;
+        let reply =
+            tokio::time::timeout(KEEPALIVE_EVERY, replies.message()).await??.context("keepalive stream ended")?;
         anyhow::ensure!(reply.ttl() > 0, "lease expired");
         Ok(())
     }

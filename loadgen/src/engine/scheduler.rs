@@ -56,7 +56,12 @@ impl Default for Speed {
 #[derive(Clone, Debug, PartialEq)]
 pub enum CacheEvent {
     /// Consecutive blocks became resident. `parent` precedes the first; `tokens` holds all blocks' tokens.
-    Stored { digests: Vec<Digest>, parent: Option<Digest>, tokens: Vec<u32>, salt: Option<String> },
+    Stored {
+        digests: Vec<Digest>,
+        parent: Option<Digest>,
+        tokens: Vec<u32>,
+        salt: Option<String>,
+    },
     /// One copy of each content was dropped.
     Removed(Vec<Digest>),
     Cleared,

@@ -29,12 +29,11 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
 /// Runs a task's future so that a panic in it ends the task, not the thread with all its other tasks.
 pub async fn contain_panic<F: Future<Output = ()>>(what: &'static str, future: F) {
     let mut future = Box::pin(future);
-    let outcome = poll_fn(|context| {
-        match std::panic::catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
+    let outcome =
+        poll_fn(|context| match std::panic::catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
             Ok(poll) => poll.map(Ok),
             Err(_) => Poll::Ready(Err(())),
-        }
-    });
+        });
     if outcome.await.is_err() {
         tracing::error!(what, "task panicked");
     }

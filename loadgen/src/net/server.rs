@@ -205,7 +205,8 @@ pub fn chunked_head(status: u16, content_type: &str, extra: &[(&str, &str)], kee
 
 fn head(status: u16, content_type: &str, extra: &[(&str, &str)], keep_alive: bool) -> Vec<u8> {
     let connection = if keep_alive { "keep-alive" } else { "close" };
-    let mut out = format!("HTTP/1.1 {status} {}\r\ncontent-type: {content_type}\r\nconnection: {connection}\r\n", reason(status));
+    let mut out =
+        format!("HTTP/1.1 {status} {}\r\ncontent-type: {content_type}\r\nconnection: {connection}\r\n", reason(status));
     for (name, value) in extra {
         out.push_str(&format!("{name}: {value}\r\n"));
     }
