@@ -27,3 +27,10 @@ pub const BLOCK_TOKENS_MAX: usize = 1 << 16;
 
 /// Characters of rendered prompt text.
 pub const RENDERED_BYTES_MAX: usize = 64 << 20;
+
+/// Fuel of one template rendering: one unit pays for an instruction or 64 bytes of text. A conversation of
+/// 10,000 messages takes about 2 million.
+pub const TEMPLATE_FUEL: u64 = 16_000_000;
+
+/// Nested macro calls, includes and loops of one rendering.
+pub const TEMPLATE_RECURSION_MAX: usize = 128;
