@@ -45,3 +45,9 @@ pub const DISCOVERY_QUEUE_MESSAGES: usize = 256;
 
 /// One message from etcd, bytes.
 pub const ETCD_MESSAGE_BYTES_MAX: usize = 64 << 20;
+/// Fuel of one template rendering: one unit pays for an instruction or 64 bytes of text. A conversation of
+/// 10,000 messages takes about 2 million.
+pub const TEMPLATE_FUEL: u64 = 16_000_000;
+
+/// Nested macro calls, includes and loops of one rendering.
+pub const TEMPLATE_RECURSION_MAX: usize = 128;
