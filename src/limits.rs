@@ -51,3 +51,18 @@ pub const TEMPLATE_FUEL: u64 = 16_000_000;
 
 /// Nested macro calls, includes and loops of one rendering.
 pub const TEMPLATE_RECURSION_MAX: usize = 128;
+/// Live batches held back while one publisher's gap is being replayed; beyond either bound the rank is reset.
+pub const REPLAY_HELD_BATCHES_MAX: usize = 10_000;
+pub const REPLAY_HELD_BYTES_MAX: usize = 64 << 20;
+
+/// Blocks per worker and rank that wait for an unknown parent; the oldest goes first.
+pub const ORPHAN_BLOCKS_MAX: usize = 16_384;
+
+/// Names of removed blocks that each worker and rank keeps, so that a late child still finds its parent.
+pub const TOMBSTONES_MAX: usize = 1_024;
+
+/// Blocks in one run of the radix index: bounds the copy that a change of one block costs.
+pub const RUN_BLOCKS_MAX: usize = 512;
+
+/// Slots (worker and rank) in the index at one time.
+pub const SLOTS_MAX: usize = 60_000;
