@@ -1,4 +1,5 @@
 //! Recordings of real engines: every frame decodes, and the view after each equals the reference written beside it.
+#![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 
@@ -135,8 +136,8 @@ fn every_replayed_payload_is_the_live_one() {
             match frame::replay(&message).unwrap() {
                 frame::Replay::End => ended = true,
                 frame::Replay::Batch { sequence, payload } => {
-                    let original = live.iter().map(|frames| frame::live(frames).unwrap());
-                    let original = original.filter(|live| live.sequence == Some(sequence)).next_back().unwrap();
+                    let mut original = live.iter().map(|frames| frame::live(frames).unwrap());
+                    let original = original.rfind(|live| live.sequence == Some(sequence)).unwrap();
                     assert_eq!(original.payload, payload, "{} sequence {sequence}", path.display());
                     replayed += 1;
                 }

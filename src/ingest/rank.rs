@@ -62,9 +62,11 @@ impl RankState {
     }
 
     /// Asks the publisher's replay socket for everything from `start` on.
-    pub fn ask_replay(&mut self, context: &zmq::Context, start: u64) -> Result<(), zmq::Error> {
-        let endpoint = self.replay_endpoint.as_deref().ok_or(zmq::Error::ENOTCONN)?;
-        self.replay = Some(socket::ask_replay(context, endpoint, start)?);
+    pub fn ask_replay(&mut self, start: u64) -> Result<(), zmq::Error> {
+        let (Some(endpoint), Some(subscription)) = (&self.replay_endpoint, &self.subscription) else {
+            return Err(zmq::Error::ENOTCONN);
+        };
+        self.replay = Some(socket::ask_replay(&subscription.context, endpoint, start)?);
         tracing::info!(worker_id = %self.status.worker_id, rank = self.status.rank, start, "lost KV-event batches are asked for");
         Ok(())
     }
