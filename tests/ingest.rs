@@ -283,6 +283,44 @@ fn a_replay_that_cannot_help_resets() {
     }
 }
 
+/// `inspect events --connect`: one line for each live frame, until nobody reads them any more.
+#[test]
+fn inspection_listens_to_a_live_publisher() {
+    struct Lines(std::sync::mpsc::Sender<String>);
+    impl std::io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            let text = String::from_utf8_lossy(bytes).into_owned();
+            self.0.send(text).map_err(|_| std::io::ErrorKind::BrokenPipe)?;
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let endpoint = publisher.endpoint.clone();
+    let listener = std::thread::spawn(move || infera_router::inspect::events::listen(&endpoint, true, Lines(sender)));
+    publisher = publisher.subscribed();
+    let prompt = tokens(1, 3);
+    publisher.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    let mut text = String::new();
+    while !text.ends_with('\n') {
+        text.push_str(&receiver.recv_timeout(Duration::from_secs(20)).unwrap());
+    }
+    let line: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut hashes: Vec<String> =
+        prompt_blocks(&prompt, BLOCK_SIZE).iter().map(|block| format!("{:016x}", block.0)).collect();
+    hashes.sort();
+    let expected = serde_json::json!({"seq": 0, "applied": 1, "skipped": 0, "visible_blocks": 3,
+        "visible_plain_blocks": 3, "hashes": hashes});
+    assert_eq!(line, expected);
+    drop(receiver);
+    publisher.send(&[Event::Clear]);
+    assert!(listener.join().unwrap().is_err(), "ends when its output is closed");
+}
+
 /// More subscriptions than one ZMQ context has sockets for.
 #[test]
 fn hundreds_of_ranks_are_followed() {
