@@ -66,3 +66,9 @@ pub const RUN_BLOCKS_MAX: usize = 512;
 
 /// Slots (worker and rank) in the index at one time.
 pub const SLOTS_MAX: usize = 60_000;
+
+/// Longest wait for a prompt on the encoder pool; after it the request is routed by load.
+pub const PROMPT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// Questions waiting for the control thread.
+pub const CONTROL_QUEUE: usize = 64;
