@@ -72,3 +72,8 @@ pub const PROMPT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(
 
 /// Questions waiting for the control thread.
 pub const CONTROL_QUEUE: usize = 64;
+/// Messages read from one publisher before the others, the ledger and a publication have their turn.
+pub const EVENT_MESSAGES_PER_TURN: usize = 64;
+
+/// Frames kept of one multipart message; the rest is read and dropped.
+pub const EVENT_FRAMES_MAX: usize = 8;
