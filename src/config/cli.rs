@@ -13,19 +13,19 @@ pub struct Cli {
     pub serve: ServeArgs,
 }
 
-#[derive(Debug, Clone, Subcommand)]
+#[derive(Debug, Subcommand)]
 pub enum Command {
     /// Shows what the router would see, without traffic.
     #[command(subcommand)]
     Inspect(InspectCommand),
 }
 
-#[derive(Debug, Clone, Subcommand)]
+#[derive(Debug, Subcommand)]
 pub enum InspectCommand {
     /// Request bodies as JSON lines on stdin -> text, token ids and block hashes as JSON lines.
-    Prompt(super::inspect::PromptArgs),
+    Prompt(crate::inspect::prompt::PromptArgs),
     /// KV-event frames on stdin, or live -> what each frame did to the visible blocks.
-    Events(super::inspect::EventsArgs),
+    Events(crate::inspect::events::Args),
 }
 
 /// Everything the server takes. Precedence: flag, then environment, then default.

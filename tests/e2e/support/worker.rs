@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -35,7 +35,6 @@ pub struct Conversation<'a> {
 struct State {
     seen: Mutex<Vec<Seen>>,
     closed: Mutex<Vec<Instant>>,
-    connections: AtomicUsize,
     stopped: AtomicBool,
 }
 
@@ -66,7 +65,6 @@ pub fn worker_at(
     let state = Arc::new(State {
         seen: Mutex::default(),
         closed: Mutex::default(),
-        connections: AtomicUsize::new(0),
         stopped: AtomicBool::new(false),
     });
     let (accepting, script) = (state.clone(), Arc::new(script));
@@ -75,7 +73,6 @@ pub fn worker_at(
             if accepting.stopped.load(Ordering::SeqCst) {
                 return;
             }
-            accepting.connections.fetch_add(1, Ordering::SeqCst);
             let (state, script) = (accepting.clone(), script.clone());
             std::thread::spawn(move || converse(stream, &state, &*script));
         }
@@ -179,10 +176,6 @@ impl Worker {
 
     pub fn requests(&self) -> usize {
         self.state.seen.lock().expect("seen").len()
-    }
-
-    pub fn connections(&self) -> usize {
-        self.state.connections.load(Ordering::SeqCst)
     }
 
     /// When [`Conversation::wait_for_close`] saw the router close, in order.
