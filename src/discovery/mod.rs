@@ -1,6 +1,16 @@
 //! Discovery: one control thread that knows which workers there are. It reads the sources (command line, workers
 //! file, etcd), completes what a record leaves open by asking the engine, resolves names, and hands every changed
 //! set to one callback. It never touches a request, and trouble with a source never empties the fleet.
+//!
+//! Policies:
+//! - A source that is away or damaged keeps its last set in force, for as long as it takes; the state is `degraded`.
+//! - A malformed record is skipped and counted. Over a good record of the same key it changes nothing.
+//! - A single departure acts at once. Workers that vanish together, just after an outage of etcd, or from an etcd that
+//!   started over (another cluster, or a lower revision) are kept while they answer `/health`, for `departure_grace` at
+//!   most; registering again ends the keeping. See `departures`.
+//! - A worker is pending, with the reason, until its model and address are known. Asking never ends: an engine that
+//!   is replaced at the same address is found out by its answers.
+//! - A worker named twice (by id, or by URL and rank) is one worker; see `source::merge`.
 
 mod ask;
 mod attendant;
