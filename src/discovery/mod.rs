@@ -97,7 +97,7 @@ pub enum State {
     Ok,
     /// A source is away or damaged, or vanished workers are being kept; the last set is served.
     Degraded,
-    /// A source has never been read since the start.
+    /// A source has never been read since the start, or the thread has ended.
     Down,
 }
 
@@ -150,11 +150,21 @@ impl Discovery {
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let thread_shared = shared.clone();
         let thread = std::thread::Builder::new().name("discovery".to_owned()).spawn(move || {
+            let _ended = Ended(thread_shared.clone());
             runtime.block_on(registry::run(config, thread_shared, on_update, stopped));
             // A resolver call may hang for its own long timeout; it holds nothing that matters.
             runtime.shutdown_background();
         })?;
         Ok(DiscoveryHandle { shared, stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+/// Says so when the thread ends, by a panic too.
+struct Ended(std::sync::Arc<status::Shared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.ended();
     }
 }
 

@@ -380,3 +380,44 @@ fn command_line_and_file_add_up() {
     assert_eq!(running.ids(), ["v", "w"]);
     running.handle.stop();
 }
+
+#[test]
+fn a_callback_that_panics_is_no_secret() {
+    let mut record = WorkerRecord::new("w", "http://127.0.0.1:9");
+    record.model_name = "m".to_owned();
+    let handle = Discovery::start(command_line(vec![record]), |_| panic!("the callback's fault")).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while handle.status().state != State::Down {
+        assert!(Instant::now() < deadline, "{:?}", handle.status());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(handle.status().reason, "the discovery thread has ended");
+    handle.stop();
+}
+
+#[test]
+fn stopping_does_not_wait_for_anyone() {
+    let engine = ScriptedEngine::start("127.0.0.1:0", &[("/v1/models", Script::Hang)]);
+    let timing = Timing { ask_timeout: Duration::from_secs(600), ..quick() };
+    let config = DiscoveryConfig {
+        etcd: Some(EtcdConfig { endpoints: vec![engine.url()], prefix: "/p/".to_owned() }),
+        timing: Timing { etcd_timeout: Duration::from_secs(600), ..timing },
+        ..command_line(vec![static_worker(&engine.url()), WorkerRecord::new("n", "http://no-such-host.invalid:1")])
+    };
+    let mut running = Running::start(config);
+    running.wait("both", |workers| workers.len() == 2);
+    let deadline = Instant::now() + PATIENCE;
+    while engine.asked("/v1/models") == 0 {
+        assert!(Instant::now() < deadline, "not asked");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let began = Instant::now();
+    running.handle.stop();
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let end = loop {
+        if let Err(end) = running.updates.recv_timeout(PATIENCE) {
+            break end;
+        }
+    };
+    assert_eq!(end, std::sync::mpsc::RecvTimeoutError::Disconnected, "the callback is gone with the thread");
+}
