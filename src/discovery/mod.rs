@@ -26,6 +26,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::fleet::DiscoveredWorker;
+use crate::limits;
 use crate::worker::WorkerRecord;
 
 /// Where workers come from. Sources add up: a worker named by more than one of them is one worker.
@@ -145,7 +146,11 @@ impl Discovery {
         config: DiscoveryConfig,
         on_update: impl Fn(Vec<DiscoveredWorker>) + Send + 'static,
     ) -> std::io::Result<DiscoveryHandle> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .thread_name("discovery-wait")
+            .max_blocking_threads(limits::DISCOVERY_BLOCKING_THREADS)
+            .build()?;
         let shared = std::sync::Arc::new(status::Shared::new(&config));
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let thread_shared = shared.clone();

@@ -421,3 +421,24 @@ fn stopping_does_not_wait_for_anyone() {
     };
     assert_eq!(end, std::sync::mpsc::RecvTimeoutError::Disconnected, "the callback is gone with the thread");
 }
+
+/// A big fleet is one publication, and a quiet one costs nothing: the thread sleeps between looks at the file.
+#[test]
+fn a_thousand_workers() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let records: Vec<_> = (0..1000)
+        .map(|index| {
+            let mut record = WorkerRecord::new(format!("w{index:04}"), format!("http://127.0.0.1:{}", 1000 + index));
+            record.model_name = "m".to_owned();
+            (record.kv_block_size, record.kv_events_endpoint) = (Some(16), Some("tcp://127.0.0.1:1".to_owned()));
+            record
+        })
+        .collect();
+    std::fs::write(&file, serde_json::to_vec(&records).unwrap()).unwrap();
+    let config = DiscoveryConfig { workers_file: Some(file.path().to_owned()), ..command_line(Vec::new()) };
+    let mut running = Running::start(config);
+    running.wait("all", |workers| workers.len() == 1000);
+    assert!(running.last.iter().all(|worker| worker.state == WorkerState::Active));
+    running.handle.stop();
+    assert_eq!(running.updates.try_iter().count(), 0, "one publication");
+}
