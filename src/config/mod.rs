@@ -15,6 +15,7 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::discovery::DiscoveryConfig;
+use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
 pub use inspect::{EventsArgs, PromptArgs};
 
@@ -56,7 +57,7 @@ pub struct Config {
     pub max_body_bytes: usize,
     pub drain_timeout: Duration,
     pub discovery: DiscoveryConfig,
-    pub policy: RouterPolicy,
+    pub policy: Policy,
     /// Model directory or tokenizer.json; present only if the path existed at start.
     pub tokenizer_path: Option<PathBuf>,
     /// Weight of the cache term of the cost, finite and not negative.
@@ -77,12 +78,6 @@ pub struct Config {
     /// Things the operator should know; logged once at start.
     pub warnings: Vec<String>,
     effective: Vec<effective::Setting>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RouterPolicy {
-    RoundRobin,
-    KvAware,
 }
 
 /// Per upstream exchange; `None` waits for ever.

@@ -29,7 +29,7 @@ fn check_refused(arguments: &[&str], exit_code: u8, expected: &[&str]) {
 fn defaults_are_those_of_a_bare_metal_host() {
     let config = config(&[]);
     assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
-    assert_eq!(config.policy, RouterPolicy::KvAware);
+    assert_eq!(config.policy, Policy::KvAware);
     assert_eq!(config.kv_overlap_weight, 1.0);
     assert_eq!(config.request_retries_max, 1);
     assert_eq!(config.max_body_bytes, 64 << 20);
