@@ -390,7 +390,11 @@ impl Core {
         let slots: Vec<Slot> = registration.ranks.iter().map(|rank| rank.slot).collect();
         for (number, slot) in slots.iter().enumerate() {
             let number = number as u32;
-            let base = worker.record.kv_events_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+            let base = worker
+                .record
+                .kv_events_endpoint
+                .as_deref()
+                .filter(|endpoint| self.config.subscribe && !endpoint.is_empty());
             let endpoint = base.and_then(|base| rank_endpoint(base, number));
             if base.is_some() && endpoint.is_none() {
                 tracing::error!(worker_id = %id, rank = number, endpoint = ?base, "the rank has no event address; it is routed without cache knowledge");
