@@ -25,4 +25,5 @@ pub mod config;
 pub mod discovery;
 pub mod ingest;
 pub mod inspect;
+pub mod logging;
 pub mod metrics;

@@ -1,0 +1,109 @@
+//! A model's chat template: compiled once, rendered with Python's semantics under limits.
+//!
+//! Never reads files and never sees a request's bytes, only values. What it cannot render as Python would, it
+//! refuses to compile.
+
+use std::time::SystemTime;
+
+use minijinja::value::Value;
+use minijinja::{Environment, Error, ErrorKind};
+
+use super::content_form::{self, ContentForm};
+use super::environment::{Refused, environment};
+use super::{EngineRules, NoBlocks};
+use crate::limits::RENDERED_BYTES_MAX;
+
+const NAME: &str = "chat_template";
+
+/// One compiled template.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    source: String,
+    forms: [ContentForm; 2],
+}
+
+impl ChatTemplate {
+    /// Compiles a template. `now` is the clock of `strftime_now`; `None` reads the machine's.
+    pub fn compile(source: &str, now: Option<SystemTime>) -> Result<Self, Error> {
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        refuse_unlike(&source)?;
+        let mut environment = environment(now)?;
+        environment.add_template_owned(NAME, without_generation_tags(&source))?;
+        let forms = [EngineRules::Vllm, EngineRules::Sglang].map(|rules| content_form::of_template(&source, rules));
+        Ok(Self { environment, source, forms })
+    }
+
+    /// The form in which this template wants message content, as the given engine decides it.
+    pub fn content_form(&self, rules: EngineRules) -> ContentForm {
+        self.forms[rules as usize]
+    }
+
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Renders over a map of variables.
+    pub fn render(&self, variables: Value) -> Result<String, NoBlocks> {
+        let text = self
+            .environment
+            .get_template(NAME)
+            .and_then(|template| template.render(variables))
+            .map_err(|error| refusal(&error))?;
+        if text.len() > RENDERED_BYTES_MAX { Err(NoBlocks::TooLong) } else { Ok(text) }
+    }
+}
+
+fn refusal(error: &Error) -> NoBlocks {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(Refused(text)) = error.downcast_ref() {
+            return NoBlocks::TemplateRefused(text.clone());
+        }
+        if error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::OutOfFuel) {
+            return NoBlocks::TooLong;
+        }
+        cause = error.source();
+    }
+    NoBlocks::TemplateFailed(error.to_string())
+}
+
+/// Refuses the two things that would render here, but otherwise than in Python: a newline behind `{% raw %}`, which
+/// Jinja keeps, and a `{% with %}` of several variables, which Jinja evaluates outside of each other.
+fn refuse_unlike(source: &str) -> Result<(), Error> {
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        rest = &rest[start + 2..];
+        let Some((tag, after)) = rest.split_once("%}") else { break };
+        let words = tag.trim_matches(|char: char| char.is_whitespace() || char == '-' || char == '+');
+        let raw_line = words == "raw" && !tag.ends_with('-') && after.starts_with('\n');
+        if raw_line || (words.starts_with("with ") && words.contains(',')) {
+            return Err(Error::new(ErrorKind::SyntaxError, format!("{{% {words} %}} cannot be reproduced here")));
+        }
+    }
+    Ok(())
+}
+
+/// Hugging Face's `{% generation %}` only marks text for training masks: a plain scope renders the same.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(length) = rest[start..].find("%}") else { break };
+        let (tag, after) = (&rest[start + 2..start + length], start + length + 2);
+        let name = tag.trim_matches(|char: char| char.is_whitespace() || char == '-' || char == '+');
+        out.push_str(&rest[..start]);
+        match name {
+            "generation" => out.push_str(&format!("{{%{}%}}", tag.replace("generation", "with"))),
+            "endgeneration" => out.push_str(&format!("{{%{}%}}", tag.replace("endgeneration", "endwith"))),
+            _ => {
+                // Only the opening mark is consumed: a quoted "%}" must not hide the tag behind it.
+                out.push_str("{%");
+                rest = &rest[start + 2..];
+                continue;
+            }
+        }
+        rest = &rest[after..];
+    }
+    out.push_str(rest);
+    out
+}
