@@ -40,11 +40,15 @@ pub struct DemoConfig {
     /// Distinct system prompts, and the tokens of each.
     pub groups: usize,
     pub prefix_tokens: usize,
+    /// Exponent of the prompts' popularity.
+    pub zipf: f64,
     pub suffix_tokens: usize,
     pub output_tokens: usize,
     /// KV blocks per engine: fewer than all prefixes need, so that locality matters.
     pub blocks_total: usize,
     pub speed: Speed,
+    /// Further arguments of the router.
+    pub router_arguments: Vec<String>,
     pub seed: u64,
     pub interrupt: Arc<AtomicBool>,
     pub progress: bool,
@@ -56,13 +60,15 @@ impl DemoConfig {
             router,
             engines: 4,
             requests: 240,
-            rate: 8.0,
+            rate: 6.0,
             groups: 16,
             prefix_tokens: 2400,
+            zipf: 0.5,
             suffix_tokens: 60,
-            output_tokens: 24,
-            blocks_total: 1200,
+            output_tokens: 12,
+            blocks_total: 1000,
             speed: Speed::default(),
+            router_arguments: Vec::new(),
             seed: 1,
             interrupt: Arc::default(),
             progress: true,
@@ -72,7 +78,7 @@ impl DemoConfig {
     fn workload(&self) -> Workload {
         let (groups, prefix_tokens, suffix_tokens) = (self.groups, self.prefix_tokens, self.suffix_tokens);
         Workload {
-            shape: Shape::SharedPrefix { groups, zipf: 0.8, prefix_tokens, suffix_tokens },
+            shape: Shape::SharedPrefix { groups, zipf: self.zipf, prefix_tokens, suffix_tokens },
             requests: self.requests,
             output_tokens: self.output_tokens,
             model: MODEL.into(),
@@ -144,6 +150,7 @@ fn run_policy(
     let mut arguments: Vec<String> = vec!["--router-policy".into(), policy.into(), "--shards".into(), "1".into()];
     arguments.extend(["--router-tokenizer-path".into(), files.0.join("tokenizer").display().to_string()]);
     arguments.extend(engines.iter().flat_map(|engine| ["--worker".into(), engine.worker_flag()]));
+    arguments.extend(config.router_arguments.iter().cloned());
     let mut process = RouterProcess::start(&config.router, &arguments, &files.0.join(format!("{policy}.log")))?;
     let router = Router::new(&process.url())?;
     let mut problems = Vec::new();

@@ -34,7 +34,7 @@ pub fn json(config: &DemoConfig, runs: &[PolicyRun]) -> Value {
         "seed_check": seed_check,
         "config": {"engines": config.engines, "requests": config.requests, "rate": config.rate,
             "groups": config.groups, "prefix_tokens": config.prefix_tokens, "suffix_tokens": config.suffix_tokens,
-            "output_tokens": config.output_tokens, "blocks_per_engine": config.blocks_total, "seed": config.seed},
+            "zipf": config.zipf, "router_arguments": config.router_arguments, "output_tokens": config.output_tokens, "blocks_per_engine": config.blocks_total, "seed": config.seed},
     })
 }
 
