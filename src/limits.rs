@@ -77,3 +77,6 @@ pub const EVENT_MESSAGES_PER_TURN: usize = 64;
 
 /// Frames kept of one multipart message; the rest is read and dropped.
 pub const EVENT_FRAMES_MAX: usize = 8;
+
+/// Bytes of the prompt side's prefix cache (`--prompt-cache-bytes`): about 1,200 conversations of 110,000 tokens.
+pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
