@@ -7,9 +7,12 @@ pub mod extract;
 pub mod json;
 pub mod pool;
 
+mod block_maker;
+mod cache;
 mod content_form;
 mod encoder;
 mod environment;
+mod flights;
 mod hugging_face;
 mod methods;
 mod model_files;
@@ -17,6 +20,8 @@ mod prompter;
 mod python;
 mod refusal;
 mod request;
+mod segments;
+mod self_check;
 mod sglang;
 mod template;
 #[cfg(test)]
@@ -28,7 +33,8 @@ use std::sync::Arc;
 
 use crate::hash::{self, BlockHash};
 
-pub use prompter::{Prompter, PrompterOptions};
+pub use encoder::EncoderChoice;
+pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
 
 /// Which OpenAI endpoint a body was sent to.
@@ -70,6 +76,19 @@ pub struct PromptBlocks {
     pub hashes: Arc<[BlockHash]>,
     /// Tokens of the prompt, the unfinished tail included.
     pub tokens: usize,
+}
+
+/// Counters of the prompt side, since start; sizes are those of now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptStats {
+    /// Prompts of which a beginning was known, and of which nothing was.
+    pub prefixes_found: u64,
+    pub prefixes_missed: u64,
+    pub tokens_reused: u64,
+    pub tokens_encoded: u64,
+    pub cache_bytes: usize,
+    pub cache_entries: usize,
+    pub cache_evictions: u64,
 }
 
 impl Prompt {
