@@ -55,19 +55,21 @@ pub struct DemoConfig {
 }
 
 impl DemoConfig {
+    /// About 40 seconds per policy. An engine holds six of the sixteen prompts, the fleet all of them with room for
+    /// second copies; the load leaves engines idle most of the time, so that TTFT is computing, not queueing.
     pub fn new(router: PathBuf) -> DemoConfig {
         DemoConfig {
             router,
             engines: 4,
-            requests: 240,
-            rate: 6.0,
+            requests: 200,
+            rate: 5.0,
             groups: 16,
-            prefix_tokens: 2400,
+            prefix_tokens: 3200,
             zipf: 0.5,
             suffix_tokens: 60,
-            output_tokens: 12,
-            blocks_total: 1000,
-            speed: Speed::default(),
+            output_tokens: 8,
+            blocks_total: 1320,
+            speed: Speed { step_base: Duration::from_millis(4), ..Speed::default() },
             router_arguments: Vec::new(),
             seed: 1,
             interrupt: Arc::default(),
