@@ -143,8 +143,8 @@ fn load_prompter(config: &Config) -> anyhow::Result<Option<Arc<Prompter>>> {
         // Said among the warnings of the configuration.
         return Ok(None);
     };
-    let prompter =
-        Prompter::load(path, PrompterOptions::default()).with_context(|| format!("cannot load {}", path.display()))?;
+    let options = PrompterOptions { chat_template_kwargs: config.chat_template_kwargs.clone(), ..Default::default() };
+    let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;
     info!(path = %path.display(), "tokenizer loaded");
     Ok(Some(Arc::new(prompter)))
 }

@@ -98,7 +98,24 @@ impl Prompt {
     }
 }
 
-/// Blocks of a body, with or without a tokenizer at hand: a prompt of token ids needs none.
+/// Blocks of a body in each block size, with or without a tokenizer at hand: a prompt of token ids needs none.
+pub fn blocks_by_size(
+    prompter: Option<&Prompter>,
+    endpoint: Endpoint,
+    engine: EngineRules,
+    body: &[u8],
+    block_sizes: &[usize],
+) -> Result<Vec<PromptBlocks>, NoBlocks> {
+    match prompter {
+        Some(prompter) => prompter.blocks_by_size(endpoint, engine, body, block_sizes),
+        None => {
+            let prompt = tokens_without_tokenizer(endpoint, body)?;
+            Ok(block_sizes.iter().map(|block_size| prompt.blocks(*block_size)).collect())
+        }
+    }
+}
+
+/// Blocks of a body in one block size.
 pub fn blocks(
     prompter: Option<&Prompter>,
     endpoint: Endpoint,
@@ -106,10 +123,8 @@ pub fn blocks(
     body: &[u8],
     block_size: usize,
 ) -> Result<PromptBlocks, NoBlocks> {
-    match prompter {
-        Some(prompter) => prompter.blocks(endpoint, engine, body, block_size),
-        None => tokens_without_tokenizer(endpoint, body).map(|prompt| prompt.blocks(block_size)),
-    }
+    let mut blocks = blocks_by_size(prompter, endpoint, engine, body, &[block_size])?;
+    blocks.pop().ok_or(NoBlocks::NoPrompt)
 }
 
 /// The prompt of a body whose prompt is token ids; `NoTokenizer` for any other that has one.
