@@ -2,6 +2,8 @@
 //!
 //! Ids are bytes, `<s>` is 256 and `</s>` 257, so expectations can be read.
 
+#![allow(clippy::unwrap_used)]
+
 use std::path::Path;
 
 use infera_router::prompt::{

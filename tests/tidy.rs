@@ -1,5 +1,7 @@
 //! The rules of the house that a compiler does not check: layering, file headers and lengths, banned words.
 
+#![allow(clippy::unwrap_used)]
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
