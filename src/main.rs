@@ -11,7 +11,6 @@ use infera_router::discovery::Discovery;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
-use infera_router::prompt::{Prompter, PrompterOptions};
 use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared};
 use infera_router::route::Policy;
 use infera_router::{inspect, logging};
@@ -49,7 +48,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     config.effective().for_each(|line| tracing::debug!("{line}"));
     config.warnings.iter().for_each(|warning| warn!("{warning}"));
 
-    let prompter = load_prompter(config)?;
+    config::raise_descriptor_limit();
+    let prompter = config.prompter()?;
     let ingest = Ingest::start(IngestConfig {
         cpu: config.placement().ingest,
         subscribe: config.policy == Policy::KvAware,
@@ -133,18 +133,4 @@ fn wait_for_requests(engine: &Engine, timeout: Duration, signals: &mut Signals) 
         std::thread::sleep(Duration::from_millis(10));
     }
     engine.requests_active()
-}
-
-fn load_prompter(config: &Config) -> anyhow::Result<Option<Arc<Prompter>>> {
-    if config.policy != Policy::KvAware {
-        return Ok(None);
-    }
-    let Some(path) = &config.tokenizer_path else {
-        // Said among the warnings of the configuration.
-        return Ok(None);
-    };
-    let options = PrompterOptions { chat_template_kwargs: config.chat_template_kwargs.clone(), ..Default::default() };
-    let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;
-    info!(path = %path.display(), "tokenizer loaded");
-    Ok(Some(Arc::new(prompter)))
 }

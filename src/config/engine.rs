@@ -1,8 +1,14 @@
-//! The HTTP engine's part of the configuration, and which thread runs where.
+//! From configuration to parts: the HTTP engine's settings, the prompt side, and which thread runs where.
+
+use std::sync::Arc;
+
+use anyhow::Context;
 
 use infera_shards::{DriverChoice, EngineConfig};
 
 use super::{Config, IoDriver, ShardCpus};
+use crate::prompt::{Prompter, PrompterOptions};
+use crate::route::Policy;
 
 /// CPUs of the threads that matter; absent means: wherever the kernel likes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,6 +29,16 @@ impl Placement {
     }
 }
 
+/// A proxied stream needs two descriptors and an event feed about five; the soft limit is a leftover from `select`.
+pub fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if limit.current != limit.maximum && setrlimit(Resource::Nofile, raised).is_err() {
+        tracing::warn!(soft = ?limit.current, hard = ?limit.maximum, "the limit of open files cannot be raised");
+    }
+}
+
 fn allowed_cpus() -> Vec<usize> {
     let Ok(set) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
     (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()
@@ -33,6 +49,19 @@ impl Config {
     pub fn encoder_thread_count(&self) -> usize {
         let quarter = || std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 4).max(1));
         self.encoder_threads.unwrap_or_else(quarter)
+    }
+
+    /// The prompt side; absent for a policy that does not look at prompts, and without a tokenizer (which is said among
+    /// the warnings).
+    pub fn prompter(&self) -> anyhow::Result<Option<Arc<Prompter>>> {
+        let Some(path) = self.tokenizer_path.as_ref().filter(|_| self.policy == Policy::KvAware) else {
+            return Ok(None);
+        };
+        let options =
+            PrompterOptions { chat_template_kwargs: self.chat_template_kwargs.clone(), ..PrompterOptions::default() };
+        let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;
+        tracing::info!(path = %path.display(), encoder = prompter.encoder_name(), "tokenizer loaded");
+        Ok(Some(Arc::new(prompter)))
     }
 
     pub fn placement(&self) -> Placement {

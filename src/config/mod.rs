@@ -17,6 +17,7 @@ use clap::{CommandFactory, FromArgMatches};
 use crate::discovery::DiscoveryConfig;
 use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
+pub use engine::{Placement, raise_descriptor_limit};
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
