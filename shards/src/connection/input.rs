@@ -176,33 +176,54 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
         arm: impl Fn(Wait) -> F,
     ) -> Result<(Request, bool, bool), Ended> {
         let length = self.head(first, &arm).await?;
-        let limits = &self.client.shard.limits;
-        let parsed = request::parse(&self.input.bytes[..length], limits.headers_max);
+        let head = self.parse(length)?;
+        let body = match self.body_at_hand(&head)? {
+            Some(body) => body,
+            // Boxed: few requests come in several reads, and that state would sit in every connection's task.
+            None => Box::pin(self.rest_of_body(head.framing, head.expects_continue, &arm)).await?,
+        };
+        let RequestHead { method, target, http10, keep_alive, head, .. } = head;
+        let request = Request { method, target, head, body, peer: self.peer, received: Instant::now() };
+        Ok((request, http10, keep_alive))
+    }
+
+    fn parse(&mut self, length: usize) -> Result<RequestHead, Ended> {
+        let parsed = request::parse(&self.input.bytes[..length], self.client.shard.limits.headers_max);
         let head = parsed.map_err(|refusal| self.refused(refusal))?;
         self.input.consume(length);
-        let RequestHead { method, target, http10, keep_alive, expects_continue, framing, head } = head;
-        let body = match framing {
-            RequestFraming::Length(0) => Bytes::new(),
-            RequestFraming::Length(length) if length > limits.body_bytes_max as u64 => return Err(self.too_large()),
+        Ok(head)
+    }
+
+    /// The body, if it is empty or has arrived with the head.
+    fn body_at_hand(&mut self, head: &RequestHead) -> Result<Option<Bytes>, Ended> {
+        match head.framing {
+            RequestFraming::Length(0) => Ok(Some(Bytes::new())),
+            RequestFraming::Length(length) if length > self.client.shard.limits.body_bytes_max as u64 => {
+                Err(self.too_large())
+            }
             RequestFraming::Length(length) if self.input.bytes.len() as u64 >= length => {
                 let body = Bytes::copy_from_slice(&self.input.bytes[..length as usize]);
                 self.input.consume(length as usize);
-                body
+                Ok(Some(body))
             }
-            framing => {
-                if expects_continue && self.input.bytes.is_empty() {
-                    let go_on = Bytes::from_static(b"HTTP/1.1 100 Continue\r\n\r\n");
-                    self.client.write_all(go_on).await.map_err(|_| Ended::Quietly)?;
-                }
-                // Boxed: few requests come in several reads, and their state would sit in every connection's task.
-                match framing {
-                    RequestFraming::Length(length) => Box::pin(self.sized_body(length as usize, &arm)).await?,
-                    RequestFraming::Chunked => Box::pin(self.chunked_body(&arm)).await?,
-                }
-            }
-        };
-        let request = Request { method, target, head, body, peer: self.peer, received: Instant::now() };
-        Ok((request, http10, keep_alive))
+            _ => Ok(None),
+        }
+    }
+
+    async fn rest_of_body(
+        &mut self,
+        framing: RequestFraming,
+        expects_continue: bool,
+        arm: &impl Fn(Wait) -> F,
+    ) -> Result<Bytes, Ended> {
+        if expects_continue && self.input.bytes.is_empty() {
+            let mut go_on = Bytes::from_static(b"HTTP/1.1 100 Continue\r\n\r\n");
+            self.client.write_all(&mut go_on).await.map_err(|_| Ended::Quietly)?;
+        }
+        match framing {
+            RequestFraming::Length(length) => self.sized_body(length as usize, arm).await,
+            RequestFraming::Chunked => self.chunked_body(arm).await,
+        }
     }
 
     /// Reads until a whole head is in the buffer; returns its length. The idle wait before its first byte holds no
@@ -322,7 +343,7 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
     async fn more(&mut self, limit: Duration, how: Wait, arm: &impl Fn(Wait) -> F) -> Result<io::Result<usize>, Fired> {
         let (client, input, watch) = (self.client, &mut *self.input, &mut self.watch);
         let more = std::future::poll_fn(|cx| input.poll_more(client, watch.as_mut(), arm, how, cx));
-        client.task.within(Some(limit), more).await
+        client.task.within(Some(limit), std::pin::pin!(more)).await
     }
 
     fn refused(&self, refusal: Refusal) -> Ended {

@@ -162,13 +162,14 @@ impl Upstream {
                 break;
             }
         }
-        let out = connection.write_all(out, stall).await?;
+        connection.write_all(&mut out, stall).await?;
         buffers::give(out);
         if !rest.is_empty() {
-            connection.write_all(rest, stall).await?;
+            connection.write_all(&mut rest, stall).await?;
         }
         for segment in segments {
-            connection.write_all(segment.clone(), stall).await?;
+            rest = segment.clone();
+            connection.write_all(&mut rest, stall).await?;
         }
         Ok(())
     }
