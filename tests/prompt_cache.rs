@@ -200,8 +200,9 @@ fn an_attempt_stops_at_its_bound_of_new_text() {
         };
         json!({"messages": (0..count).map(message).collect::<Vec<_>>()}).to_string()
     };
-    let attempt =
-        |body: &str, bound| prompter.attempt(Endpoint::Chat, EngineRules::Vllm, body.as_bytes(), &[16], bound).unwrap();
+    let attempt = |body: &str, bound| {
+        prompter.attempt(Endpoint::Chat, EngineRules::Vllm, None, body.as_bytes(), &[16], bound).unwrap()
+    };
     let Attempt::Later(pending) = attempt(&turn(21), 2000) else { panic!("21 new messages are above the bound") };
     assert!(pending.new_bytes() > 10_000);
     let first = prompter.finish(pending).unwrap();

@@ -27,6 +27,7 @@ mod template;
 #[cfg(test)]
 mod template_tests;
 mod tree;
+mod variant;
 mod vllm;
 
 use std::sync::Arc;
@@ -36,6 +37,7 @@ use crate::hash::{self, BlockHash};
 pub use encoder::EncoderChoice;
 pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
+pub use variant::Variant;
 
 /// Which OpenAI endpoint a body was sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -11,7 +11,8 @@ use super::model_files::ModelFiles;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
 use super::template::ChatTemplate;
-use super::tree::{Map, Tree};
+use super::tree::Tree;
+use super::variant::Variant;
 use super::{Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, PromptStats, hugging_face, sglang, vllm};
 
 /// How a prompter is to behave; the defaults are those of the command line.
@@ -75,8 +76,8 @@ pub struct Prompter {
     maker: BlockMaker,
     templates: Vec<(String, Result<ChatTemplate, String>)>,
     special_tokens: Vec<(String, String)>,
-    /// `options.chat_template_kwargs`, as requests are read.
-    default_kwargs: Map<'static>,
+    /// Of `options.chat_template_kwargs`: what workers that say nothing of their own are taken to render.
+    fleet_variant: Variant,
     options: PrompterOptions,
 }
 
@@ -107,19 +108,13 @@ impl Prompter {
             }
             (name, compiled)
         });
-        let default_kwargs = default_kwargs(&options.chat_template_kwargs)?;
-        Ok(Self {
-            maker,
-            default_kwargs,
-            templates: templates.collect(),
-            special_tokens: files.special_tokens,
-            options,
-        })
+        let fleet_variant = Variant::of(&options.chat_template_kwargs)?;
+        Ok(Self { maker, fleet_variant, templates: templates.collect(), special_tokens: files.special_tokens, options })
     }
 
     /// Text and token ids of a body, without the prefix cache.
     pub fn tokens(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Prompt, NoBlocks> {
-        match self.rendered(endpoint, engine, body)? {
+        match self.rendered(endpoint, engine, &self.fleet_variant, body)? {
             Rendered::Ids(ids) => Ok(Prompt { text: None, ids }),
             Rendered::Text(mut text) => {
                 let ids = self.maker.ids(&text)?;
@@ -149,17 +144,19 @@ impl Prompter {
         body: &[u8],
         block_sizes: &[usize],
     ) -> Result<Vec<PromptBlocks>, NoBlocks> {
-        match self.attempt(endpoint, engine, body, block_sizes, usize::MAX)? {
+        match self.attempt(endpoint, engine, None, body, block_sizes, usize::MAX)? {
             Attempt::Ready(blocks) => Ok(blocks),
             Attempt::Later(pending) => self.finish(pending),
         }
     }
 
     /// Renders a body and looks for its known beginning; encodes the rest if that is at most `new_bytes_max` bytes.
+    /// `variant` is the worker's own, `None` the fleet's.
     pub fn attempt(
         &self,
         endpoint: Endpoint,
         engine: EngineRules,
+        variant: Option<&Variant>,
         body: &[u8],
         block_sizes: &[usize],
         new_bytes_max: usize,
@@ -167,7 +164,7 @@ impl Prompter {
         if block_sizes.contains(&0) {
             return Err(NoBlocks::Unsupported("a block size of 0"));
         }
-        let text = match self.rendered(endpoint, engine, body)? {
+        let text = match self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body)? {
             Rendered::Text(text) => text,
             Rendered::Ids(ids) => {
                 let prompt = Prompt { text: None, ids };
@@ -196,7 +193,13 @@ impl Prompter {
         self.maker.encoder.name()
     }
 
-    fn rendered(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Rendered, NoBlocks> {
+    fn rendered(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: &Variant,
+        body: &[u8],
+    ) -> Result<Rendered, NoBlocks> {
         let text = std::str::from_utf8(body).map_err(|_| NoBlocks::BadJson)?;
         let body = Body::read(text)?;
         if let Some(ids) = given_ids(&body, engine) {
@@ -206,13 +209,13 @@ impl Prompter {
             return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
         }
         match endpoint {
-            Endpoint::Chat => self.chat(engine, body),
+            Endpoint::Chat => self.chat(engine, variant, body),
             Endpoint::Completions => self.completion(engine, body),
         }
         .map(Rendered::Text)
     }
 
-    fn chat(&self, engine: EngineRules, mut body: Body<'_>) -> Result<Text, NoBlocks> {
+    fn chat(&self, engine: EngineRules, variant: &Variant, mut body: Body<'_>) -> Result<Text, NoBlocks> {
         let with_ends = engine == EngineRules::Vllm && boolean(body.add_special_tokens.as_ref(), false)?;
         let own_template = match body.chat_template.take() {
             Some(Tree::Text(source)) if self.options.allow_request_chat_template => {
@@ -230,7 +233,7 @@ impl Prompter {
             Some(template) => template,
             None => self.template(has_tools)?,
         };
-        let conversation = self.conversation(engine, body, template)?;
+        let conversation = self.conversation(engine, variant, body, template)?;
         // Encoded by itself behind the rendering, as the engine does it.
         let suffix = conversation.suffix.as_ref().map(|suffix| suffix.to_string());
         let text = hugging_face::render(template, &self.special_tokens, conversation)?;
@@ -240,13 +243,14 @@ impl Prompter {
     fn conversation<'a>(
         &self,
         engine: EngineRules,
+        variant: &Variant,
         body: Body<'a>,
         template: &ChatTemplate,
     ) -> Result<Conversation<'a>, NoBlocks> {
         let form = template.content_form(engine);
         match engine {
-            EngineRules::Vllm => vllm::conversation(body, form, template.source(), &self.default_kwargs, &self.options),
-            EngineRules::Sglang => sglang::conversation(body, form, template.source(), &self.default_kwargs),
+            EngineRules::Vllm => vllm::conversation(body, form, template.source(), &variant.kwargs, &self.options),
+            EngineRules::Sglang => sglang::conversation(body, form, template.source(), &variant.kwargs),
         }
     }
 
@@ -275,14 +279,6 @@ impl Prompter {
             Some(Tree::Text(text)) => Ok(Text { text: text.into_owned(), with_ends, suffix: None }),
             _ => Err(NoBlocks::NoPrompt),
         }
-    }
-}
-
-fn default_kwargs(kwargs: &serde_json::Map<String, serde_json::Value>) -> anyhow::Result<Map<'static>> {
-    let text = serde_json::to_string(kwargs)?;
-    match Tree::parse(&text).map(Tree::into_owned) {
-        Ok(Tree::Map(map)) => Ok(map),
-        _ => anyhow::bail!("default template arguments must be a JSON object"),
     }
 }
 
