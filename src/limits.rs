@@ -38,7 +38,10 @@ pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
 pub const ENGINE_ANSWER_BYTES_MAX: usize = 8 << 20;
 
 /// Questions that discovery has open at engines at a time.
-pub const ENGINE_QUESTIONS_MAX: usize = 64;
+pub const ENGINE_QUESTIONS_MAX: usize = 256;
+
+/// Threads that wait for the resolver or the workers file.
+pub const DISCOVERY_BLOCKING_THREADS: usize = 32;
 
 /// Messages between discovery's tasks; a full queue slows the sender.
 pub const DISCOVERY_QUEUE_MESSAGES: usize = 256;
@@ -77,3 +80,9 @@ pub const EVENT_MESSAGES_PER_TURN: usize = 64;
 
 /// Frames kept of one multipart message; the rest is read and dropped.
 pub const EVENT_FRAMES_MAX: usize = 8;
+
+/// Bytes of the prompt side's prefix cache (`--prompt-cache-bytes`): about 1,200 conversations of 110,000 tokens.
+pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
+/// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
+/// ends of its monitor, and a replay now and then.
+pub const RANKS_PER_EVENT_CONTEXT: usize = 200;

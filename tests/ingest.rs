@@ -1,5 +1,6 @@
 //! The ingest core against real sockets: publishers that come late, restart, skip and vanish; workers that leave with
 //! events in flight; and the load ledger's exactness.
+#![allow(clippy::unwrap_used)]
 
 mod kv_publisher;
 
@@ -187,6 +188,164 @@ fn an_unregistered_block_size_is_learned_and_a_wrong_one_is_counted() {
     publisher.send(&[Event::Store { tokens: &tokens(500, 2), from: 0 }]);
     wait_until("counted", || status(&ingest, "a:1", 0, |status| status.block_size_mismatches.get()) == 1);
     wait_depth(&ingest, "a:1", &prompt, 4);
+}
+
+/// Five batches, one block each; `lost` are not sent live.
+fn send_with_losses(publisher: &Publisher, prompt: &[u32], from: u64, lost: &[u64]) -> Vec<(u64, Vec<u8>)> {
+    let mut all = Vec::new();
+    for at in 0..5 {
+        let event = Event::Store { tokens: &prompt[..(at + 1) * BLOCK_SIZE], from: at };
+        all.push((at as u64, batch(&[event], None)));
+    }
+    for (sequence, payload) in all.iter().filter(|(sequence, _)| *sequence >= from && !lost.contains(sequence)) {
+        publisher.send_as(*sequence, payload);
+    }
+    all
+}
+
+#[test]
+fn lost_batches_are_replayed_and_nothing_is_forgotten() {
+    for with_topic in [false, true] {
+        let context = zmq::Context::new();
+        let prompt = tokens(1, 5);
+        let mut publisher = Publisher::new(&context);
+        let buffer = send_with_losses(&publisher, &prompt, 0, &[]);
+        let server = ReplayServer::start(&context, buffer, with_topic);
+        let ingest = start();
+        let mut worker = worker("a:1", Some(&publisher.endpoint));
+        worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
+        ingest.fleet_updates.send(vec![worker]);
+        publisher = publisher.subscribed();
+        send_with_losses(&publisher, &prompt, 0, &[1, 2]);
+        wait_depth(&ingest, "a:1", &prompt, 5);
+        let counts = |status: &infera_router::index::RankStatus| {
+            (status.resets.get(), status.batches_lost.get(), status.batches_replayed.get(), status.batches.get())
+        };
+        assert_eq!(status(&ingest, "a:1", 0, counts), (0, 0, 2, 5), "each batch once");
+        assert!(ingest.stop());
+        assert_eq!(server.stop(), [1]);
+    }
+}
+
+/// The router comes when the engine is at its fourth batch: the first three are asked for.
+#[test]
+fn a_late_router_recovers_by_replay() {
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    let mut publisher = Publisher::new(&context);
+    let server = ReplayServer::start(&context, send_with_losses(&publisher, &prompt, 0, &[]), true);
+    let ingest = start();
+    // Address and replay socket become known one after the other, without a new registration.
+    let mut worker = worker("a:1", None);
+    ingest.fleet_updates.send(vec![worker.clone()]);
+    wait_until("the worker", || !ingest.view.load().fleet.targets.is_empty());
+    let target = ingest.view.load().fleet.targets[0].id;
+    worker.record.kv_events_endpoint = Some(publisher.endpoint.clone());
+    ingest.fleet_updates.send(vec![worker.clone()]);
+    publisher = publisher.subscribed();
+    worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
+    let updates = ingest.stats.fleet_updates.get();
+    ingest.fleet_updates.send(vec![worker]);
+    wait_until("the update", || ingest.stats.fleet_updates.get() > updates);
+    send_with_losses(&publisher, &prompt, 3, &[]);
+    wait_depth(&ingest, "a:1", &prompt, 5);
+    assert_eq!(ingest.view.load().fleet.targets[0].id, target);
+    assert_eq!(status(&ingest, "a:1", 0, |status| status.batches_replayed.get()), 3);
+    drop(ingest);
+    assert_eq!(server.stop(), [0]);
+}
+
+/// The engine's buffer begins after the gap, or nobody answers: the rank starts again from what it still gets.
+#[test]
+fn a_replay_that_cannot_help_resets() {
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    for answers in [true, false] {
+        let mut publisher = Publisher::new(&context);
+        let late = send_with_losses(&publisher, &prompt, 0, &[]).split_off(3);
+        let server = answers.then(|| ReplayServer::start(&context, late, true));
+        let ingest = start();
+        let mut worker = worker("a:1", Some(&publisher.endpoint));
+        // Port 9 (discard) of the loopback: nobody listens there.
+        worker.record.kv_replay_endpoint =
+            Some(server.as_ref().map_or("tcp://127.0.0.1:9".to_owned(), |server| server.endpoint.clone()));
+        ingest.fleet_updates.send(vec![worker]);
+        publisher = publisher.subscribed();
+        send_with_losses(&publisher, &prompt, 0, &[1, 2, 3]);
+        wait_until("the reset", || status(&ingest, "a:1", 0, |status| status.resets.get()) == 1);
+        wait_until("what is left waits for its parents", || {
+            status(&ingest, "a:1", 0, |status| (status.visible_blocks.get(), status.orphans_waiting.get()))
+                == (0, if answers { 2 } else { 1 })
+        });
+        assert_eq!(status(&ingest, "a:1", 0, |status| status.batches_lost.get()), if answers { 2 } else { 3 });
+        assert!(ingest.stop());
+        server.map(ReplayServer::stop);
+    }
+}
+
+/// `inspect events --connect`: one line for each live frame, until nobody reads them any more.
+#[test]
+fn inspection_listens_to_a_live_publisher() {
+    struct Lines(std::sync::mpsc::Sender<String>);
+    impl std::io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            let text = String::from_utf8_lossy(bytes).into_owned();
+            self.0.send(text).map_err(|_| std::io::ErrorKind::BrokenPipe)?;
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let endpoint = publisher.endpoint.clone();
+    let listener = std::thread::spawn(move || infera_router::inspect::events::listen(&endpoint, true, Lines(sender)));
+    publisher = publisher.subscribed();
+    let prompt = tokens(1, 3);
+    publisher.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    let mut text = String::new();
+    while !text.ends_with('\n') {
+        text.push_str(&receiver.recv_timeout(Duration::from_secs(20)).unwrap());
+    }
+    let line: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut hashes: Vec<String> =
+        prompt_blocks(&prompt, BLOCK_SIZE).iter().map(|block| format!("{:016x}", block.0)).collect();
+    hashes.sort();
+    let expected = serde_json::json!({"seq": 0, "applied": 1, "skipped": 0, "visible_blocks": 3,
+        "visible_plain_blocks": 3, "hashes": hashes});
+    assert_eq!(line, expected);
+    drop(receiver);
+    publisher.send(&[Event::Clear]);
+    assert!(listener.join().unwrap().is_err(), "ends when its output is closed");
+}
+
+/// More subscriptions than one ZMQ context has sockets for.
+#[test]
+fn hundreds_of_ranks_are_followed() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let ingest = start();
+    let ids: Vec<String> = (0..420).map(|number| format!("w{number:03}:1")).collect();
+    ingest.fleet_updates.send(ids.iter().map(|id| worker(id, Some(&publisher.endpoint))).collect());
+    publisher.wait_subscription(1);
+    let prompt = tokens(1, 3);
+    wait_until("all connected", || {
+        let view = ingest.view.load();
+        view.ranks.len() == ids.len() && view.ranks.iter().flatten().all(|rank| rank.is_connected())
+    });
+    // A subscription may arrive a little after its handshake: say it until everybody has heard it.
+    wait_until("all have heard", || {
+        publisher.send(&[Event::Clear, Event::Store { tokens: &prompt, from: 0 }]);
+        ids.iter().all(|id| depth(&ingest, id, &prompt) == Some(3))
+    });
+    assert_eq!(ingest.stats.index_runs.get(), 1, "one run, held by all");
+    ingest.fleet_updates.send(Vec::new());
+    wait_until("all gone", || ingest.view.load().ranks.is_empty() && ingest.stats.index_blocks.get() == 0);
 }
 
 /// Many threads book and release at random; at every moment the load is at least what is booked, and at rest it is 0.

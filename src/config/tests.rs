@@ -37,7 +37,7 @@ fn defaults_are_those_of_a_bare_metal_host() {
     let upstream = UpstreamTimeouts { connect: Duration::from_secs(5), first_byte: None, idle: None };
     assert_eq!(config.upstream, upstream);
     assert_eq!((config.io_driver, config.log_format), (IoDriver::Auto, LogFormat::Text));
-    assert!(config.shards >= 1 && config.shard_cpus.is_none() && !config.require_io_uring);
+    assert!(config.shards >= 1 && config.shard_cpus == ShardCpus::Auto && !config.require_io_uring);
     let etcd = config.discovery.etcd.expect("etcd is the default source");
     assert_eq!((etcd.endpoints, etcd.prefix.as_str()), (vec!["http://127.0.0.1:2379".to_owned()], "/infera/workers/"));
     assert!(config.warnings.iter().any(|warning| warning.contains("--router-tokenizer-path")));
@@ -228,7 +228,7 @@ fn good_values() {
         "3",
     ]);
     assert_eq!(config.listen, "[::]:0".parse().unwrap());
-    assert_eq!((config.shards, config.shard_cpus), (4, Some(vec![2, 3, 4, 8])));
+    assert_eq!((config.shards, config.shard_cpus), (4, ShardCpus::List(vec![2, 3, 4, 8])));
     assert_eq!(config.drain_timeout, Duration::from_millis(250));
     assert_eq!(config.upstream.first_byte, Some(Duration::from_millis(1500)));
     assert_eq!(config.upstream.idle, Some(Duration::from_secs(2)));
@@ -314,14 +314,17 @@ fn effective_settings_name_their_source_and_hide_credentials() {
     assert!(!debug.contains("pa/ss") && !debug.contains("t0ken"), "{debug}");
 }
 
-/// Environment variables belong to a process, so this asks a child: the same test binary, running
-/// [`environment_in_the_child`].
+/// Environment variables belong to a process, so this test runs itself again as a child that has them.
 #[test]
 fn flag_before_environment_before_default() {
+    const CHILD: &str = "INFERA_ROUTER_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        return print_what_a_child_sees();
+    }
     let child = |variables: &[(&str, &str)]| {
         let mut process = Process::new(std::env::current_exe().unwrap());
-        process.args(["--exact", "config::tests::environment_in_the_child", "--ignored", "--nocapture"]);
-        process.envs(variables.iter().copied());
+        process.args(["--exact", "config::tests::flag_before_environment_before_default", "--nocapture"]);
+        process.env(CHILD, "1").envs(variables.iter().copied());
         let output = process.output().unwrap();
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
@@ -336,16 +339,13 @@ fn flag_before_environment_before_default() {
     assert!(output.contains("refused: error: --session-affinity both: not available in this build"), "{output}");
 }
 
-#[test]
-#[ignore = "run by flag_before_environment_before_default in a child process"]
-fn environment_in_the_child() {
+fn print_what_a_child_sees() {
     match run(&["--router-policy", "round-robin"]) {
-        Ok(config) => {
-            println!("without flag: {:?}", config.upstream.idle);
-            println!("warnings: {}", config.warnings.len());
-            println!("{}", config.effective().collect::<Vec<_>>().join("\n"));
-            let flagged = super::tests::config(&["--http-req-idle-timeout-s", "9"]);
-            println!("with flag: {:?}", flagged.upstream.idle);
+        Ok(without) => {
+            println!("without flag: {:?}", without.upstream.idle);
+            println!("warnings: {}", without.warnings.len());
+            println!("{}", without.effective().collect::<Vec<_>>().join("\n"));
+            println!("with flag: {:?}", config(&["--http-req-idle-timeout-s", "9"]).upstream.idle);
         }
         Err(refusal) => println!("refused: {}", refusal.text),
     }

@@ -19,7 +19,7 @@ use http::StatusCode;
 
 use self::client::Client;
 pub use self::client::ClientGone;
-use self::input::{Ended, Input, Reader, Watch, poll_readable};
+use self::input::{Ended, Input, Reader, Wait, Watch, Woken, wait};
 pub use self::responder::{BodyObserver, IgnoreBody, Relay, RelayOutcome, Responder};
 use crate::buffers;
 use crate::clock::Fired;
@@ -50,7 +50,7 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
     let _open = Level::up(&client.shard, |counters| &counters.connections_open);
     let mut input = Input::default();
     let mut watch = pin!(None);
-    let arm = || client.stream.readable();
+    let arm = |how| wait(client.stream.clone(), how);
     let mut first = true;
     loop {
         let mut reader = Reader { client: &client, input: &mut input, watch: watch.as_mut(), peer };
@@ -85,13 +85,13 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
 
 /// Runs the service on one request until it is done or the client leaves. The service's future is boxed: it exists only
 /// while an exchange runs, so an idle connection does not carry its size.
-async fn exchange<S: Service, F: Future<Output = io::Result<()>>>(
+async fn exchange<S: Service, F: Future<Output = Woken>>(
     service: &S,
     request: Request,
     responder: &mut Responder,
     input: &mut Input,
     mut watch: Watch<'_, F>,
-    arm: impl Fn() -> F,
+    arm: impl Fn(Wait) -> F,
 ) -> Exchange {
     let client = responder.client.clone();
     client.shard.counters.requests.add(1);
@@ -121,24 +121,23 @@ impl<'a> Watching<'a> {
         Watching { client, full: false }
     }
 
-    fn poll<F: Future<Output = io::Result<()>>>(
+    fn poll<F: Future<Output = Woken>>(
         &mut self,
         input: &mut Input,
         mut watch: Watch<'_, F>,
-        arm: &impl Fn() -> F,
+        arm: &impl Fn(Wait) -> F,
         cx: &mut Context<'_>,
     ) -> Poll<Exchange> {
-        while !self.full && poll_readable(watch.as_mut(), arm, cx).is_ready() {
+        while !self.full {
             if input.bytes.len() >= self.client.shard.limits.pipelined_bytes_max {
                 self.full = true;
                 self.client.task.arm(HIDDEN_HANG_UP_CHECK);
                 break;
             }
-            match input.read_from(self.client) {
-                Ok(0) => return Poll::Ready(Exchange::ClientGone),
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return Poll::Ready(Exchange::ClientGone),
+            match input.poll_more(self.client, watch.as_mut(), arm, input.wait(), cx) {
+                Poll::Ready(Ok(1..)) => {}
+                Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(Exchange::ClientGone),
+                Poll::Pending => break,
             }
         }
         loop {

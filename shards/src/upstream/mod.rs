@@ -81,7 +81,8 @@ impl Upstream {
                     self.0.counters.upstream_reuses.add(1);
                     connection
                 }
-                None => self.connect(request.address).await?,
+                // Boxed: the timer inside is large and aligned to cache lines, which every exchange would inherit.
+                None => Box::pin(self.connect(request.address)).await?,
             };
             match self.exchange(connection, request).await {
                 Err(error) if error.is_stale_connection() => {}
