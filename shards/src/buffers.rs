@@ -50,6 +50,11 @@ pub(crate) fn give(mut buffer: Vec<u8>) {
     });
 }
 
+/// Frees all kept buffers.
+pub(crate) fn clear() {
+    POOLS.with_borrow_mut(|pools| *pools = Pools { small: Vec::new(), large: Vec::new() });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -22,6 +22,7 @@ use crate::net::{self, Listener, listener};
 use crate::service::{Rejection, RejectionKind, Service, ShardContext};
 use crate::shard::{self, Shard};
 use crate::stats::{ShardCounters, ShardStats};
+use crate::trim::Trim;
 use crate::upstream::Upstream;
 
 /// Pause after a failed accept, so that a process out of descriptors does not spin.
@@ -248,12 +249,14 @@ async fn main_loop(
     period: Duration,
 ) {
     let mut tick = pin!(net::sleep(period));
+    let mut trim = Trim::default();
     loop {
         let mut next = pin!(receiver.recv());
         let first = std::future::poll_fn(|cx| {
             if tick.as_mut().poll(cx).is_ready() {
                 clock::sweep();
                 upstream.reap();
+                trim.sweep(&shard.counters);
                 tick.set(net::sleep(period));
                 // The first poll arms the timer; it cannot be due yet.
                 let _ = tick.as_mut().poll(cx);
