@@ -214,7 +214,7 @@ fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, s
         clock::set_period(period);
         let context = ShardContext { shard: index, upstream: upstream.clone(), mailbox: mailbox.clone() };
         let service = Rc::new(make_service(context));
-        shard::spawn_local(accept(listener, shard.clone(), service));
+        shard::spawn_watchful(accept(listener, shard.clone(), service));
         let _ = started.send(Ok(report));
         // A channel without senders tells `start` that a shard died without a report.
         drop(started);
@@ -330,7 +330,7 @@ async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>
 fn admit<S: Service>(stream: net::Stream, peer: SocketAddr, shard: &Rc<Shard>, service: &Rc<S>) {
     shard.counters.connections_accepted.add(1);
     if shard.counters.connections_open.get() < shard.limits.connections_max as u64 {
-        shard::spawn_local(connection::serve(shard.clone(), service.clone(), stream, peer));
+        shard::spawn_watchful(connection::serve(shard.clone(), service.clone(), stream, peer));
         return;
     }
     shard.counters.rejections.add(1);
