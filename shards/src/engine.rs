@@ -253,13 +253,13 @@ async fn main_loop(
     loop {
         let mut next = pin!(receiver.recv());
         let first = std::future::poll_fn(|cx| {
-            if tick.as_mut().poll(cx).is_ready() {
+            // Until a poll leaves the timer armed. On a loaded machine a short period can pass between making a timer
+            // and its first poll; taken as armed then, it would never wake this task again and all timeouts would stop.
+            while tick.as_mut().poll(cx).is_ready() {
                 clock::sweep();
                 upstream.reap();
                 trim.sweep(&shard.counters);
                 tick.set(net::sleep(period));
-                // The first poll arms the timer; it cannot be due yet.
-                let _ = tick.as_mut().poll(cx);
             }
             next.as_mut().poll(cx)
         })
