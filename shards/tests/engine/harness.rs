@@ -304,6 +304,7 @@ impl Client {
                 true
             }
             Err(error) if error.kind() == ErrorKind::ConnectionReset => false,
+            Err(error) if error.kind() == ErrorKind::Interrupted => true,
             Err(error) => {
                 panic!("no answer within the deadline: {error}; so far {:?}", String::from_utf8_lossy(&self.pending))
             }
