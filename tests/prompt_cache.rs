@@ -4,6 +4,8 @@
 //! Needs the tokenizers of `tests/setup/fetch_tokenizers.sh`; says which did not run without them. Rounds are seeded;
 //! `INFERA_FUZZ_SEED` and `INFERA_FUZZ_TEXTS` (default 200 for each tokenizer) widen them.
 
+#![allow(clippy::unwrap_used)]
+
 use std::path::{Path, PathBuf};
 
 use infera_router::hash::prompt_blocks;
@@ -193,7 +195,7 @@ fn an_attempt_stops_at_its_bound_of_new_text() {
     let prompter = Prompter::load(&directory, PrompterOptions::default()).unwrap();
     let turn = |count: usize| {
         let message = |index: usize| {
-            let role = if index % 2 == 0 { "user" } else { "assistant" };
+            let role = if index.is_multiple_of(2) { "user" } else { "assistant" };
             json!({"role": role, "content": format!("message {index} {}", "text ".repeat(100))})
         };
         json!({"messages": (0..count).map(message).collect::<Vec<_>>()}).to_string()

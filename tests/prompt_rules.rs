@@ -2,6 +2,8 @@
 //!
 //! Ids are bytes, `<s>` is 256 and `</s>` 257, so expectations can be read.
 
+#![allow(clippy::unwrap_used)]
+
 use std::path::Path;
 
 use infera_router::hash::prompt_blocks;
@@ -278,6 +280,21 @@ fn a_model_whose_template_does_not_compile_still_loads() {
     assert_eq!(model.completion(r#"{"prompt":"h"}"#), Ok(vec![BOS, 104]));
     let without = model_with(true, json!({"bos_token": "<s>"}), PrompterOptions::default());
     assert_eq!(without.text(Vllm, r#"{"messages":[{"role":"user","content":"u"}]}"#), "!no_template");
+}
+
+#[test]
+fn models_that_engines_render_by_code_are_refused() {
+    let directory = TempDir::new().unwrap();
+    write_model(directory.path(), true, json!({"chat_template": "{{ messages[0].content }}", "bos_token": "<s>"}));
+    let body = br#"{"messages":[{"role":"user","content":"u"}]}"#;
+    for (architecture, expected) in [("DeepseekV4ForCausalLM", "unsupported"), ("Qwen3ForCausalLM", "")] {
+        let config = json!({"architectures": [architecture]}).to_string();
+        std::fs::write(directory.path().join("config.json"), config).unwrap();
+        let prompter = Prompter::load(directory.path(), PrompterOptions::default()).unwrap();
+        let refused = prompter.tokens(Endpoint::Chat, Vllm, body).err();
+        assert_eq!(refused.as_ref().map_or("", NoBlocks::reason), expected, "{architecture}");
+        assert!(prompter.tokens(Endpoint::Completions, Vllm, br#"{"prompt":"h"}"#).is_ok());
+    }
 }
 
 #[test]
