@@ -21,12 +21,32 @@ pub struct DemoArguments {
     engines: u16,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Requests per policy [default: 240].
+    /// Requests per policy.
     #[arg(long)]
     requests: Option<usize>,
-    /// Requests per second [default: 8].
+    /// Requests per second, Poisson.
     #[arg(long)]
     rate: Option<f64>,
+    /// Distinct system prompts.
+    #[arg(long)]
+    groups: Option<usize>,
+    /// Tokens of each system prompt.
+    #[arg(long)]
+    prefix_tokens: Option<usize>,
+    /// Exponent of the prompts' popularity, 0 = all alike.
+    #[arg(long)]
+    zipf: Option<f64>,
+    /// Tokens of each question.
+    #[arg(long)]
+    suffix_tokens: Option<usize>,
+    #[arg(long)]
+    output_tokens: Option<usize>,
+    /// KV blocks per engine.
+    #[arg(long)]
+    blocks: Option<usize>,
+    /// Further argument of the router, repeatable, as in `--router-arg=--kv-overlap-weight=4`.
+    #[arg(long = "router-arg", allow_hyphen_values = true)]
+    router_arguments: Vec<String>,
     /// Router binary; the one beside this program (built if cargo started it) if absent.
     #[arg(long)]
     router: Option<PathBuf>,
@@ -43,6 +63,13 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
     config.seed = arguments.seed;
     config.requests = arguments.requests.unwrap_or(config.requests);
     config.rate = arguments.rate.filter(|rate| rate.is_finite() && *rate > 0.0).unwrap_or(config.rate);
+    config.groups = arguments.groups.unwrap_or(config.groups);
+    config.prefix_tokens = arguments.prefix_tokens.unwrap_or(config.prefix_tokens);
+    config.zipf = arguments.zipf.filter(|zipf| zipf.is_finite()).unwrap_or(config.zipf);
+    config.suffix_tokens = arguments.suffix_tokens.unwrap_or(config.suffix_tokens);
+    config.output_tokens = arguments.output_tokens.unwrap_or(config.output_tokens).max(1);
+    config.blocks_total = arguments.blocks.unwrap_or(config.blocks_total);
+    config.router_arguments = arguments.router_arguments;
     super::interrupt_sets(&config.interrupt)?;
     let runs = demo::run(&config, &mut say)?;
     print!("\n{}\n{}", report::table(&runs), plot::text(&curves(&runs)));

@@ -33,10 +33,15 @@ pub fn text(curves: &[Curve]) -> String {
     let mut grid = vec![vec![' '; COLUMNS]; ROWS + 1];
     for curve in curves.iter().filter(|curve| !curve.samples_ms.is_empty()) {
         let (samples, mark) = (sorted(&curve.samples_ms), curve.name.chars().next().unwrap_or('?'));
-        for column in 0..COLUMNS {
-            let at = low * (high / low).powf(column as f64 / (COLUMNS - 1) as f64);
-            let share = samples.partition_point(|sample| *sample <= at) as f64 / samples.len() as f64;
-            let cell = &mut grid[ROWS - (share * ROWS as f64).round() as usize][column];
+        let positions: Vec<(usize, usize)> = (0..COLUMNS)
+            .map(|column| {
+                let at = low * (high / low).powf(column as f64 / (COLUMNS - 1) as f64);
+                let share = samples.partition_point(|sample| *sample <= at) as f64 / samples.len() as f64;
+                (ROWS - (share * ROWS as f64).round() as usize, column)
+            })
+            .collect();
+        for (row, column) in positions {
+            let cell = &mut grid[row][column];
             *cell = if *cell == ' ' { mark } else { '*' };
         }
     }

@@ -34,7 +34,7 @@ pub fn json(config: &DemoConfig, runs: &[PolicyRun]) -> Value {
         "seed_check": seed_check,
         "config": {"engines": config.engines, "requests": config.requests, "rate": config.rate,
             "groups": config.groups, "prefix_tokens": config.prefix_tokens, "suffix_tokens": config.suffix_tokens,
-            "output_tokens": config.output_tokens, "blocks_per_engine": config.blocks_total, "seed": config.seed},
+            "zipf": config.zipf, "router_arguments": config.router_arguments, "output_tokens": config.output_tokens, "blocks_per_engine": config.blocks_total, "seed": config.seed},
     })
 }
 
@@ -62,7 +62,10 @@ pub fn table(runs: &[PolicyRun]) -> String {
     }
     if let Some(ratio) = ttft_ratio(runs) {
         let saved = (1.0 - 1.0 / ratio) * 100.0;
-        out.push_str(&format!("\nKV-aware routing: mean TTFT {ratio:.2} times lower, {saved:.0} % saved.\n"));
+        out.push_str(&match ratio > 1.0 {
+            true => format!("\nKV-aware routing: {ratio:.2}x lower mean TTFT, {saved:.0} % saved.\n"),
+            false => format!("\nKV-aware routing saved nothing here: {:.2}x the mean TTFT.\n", 1.0 / ratio),
+        });
     }
     if let Some(check) = runs.iter().find_map(|run| run.seed_check) {
         out.push_str(&format!(
