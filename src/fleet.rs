@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::load::{TargetId, TargetLoad};
 use crate::worker::{Generation, Name, Role, WorkerRecord};
@@ -58,6 +58,7 @@ pub struct Target {
     /// `worker_id` or `worker_id#dp<rank>`.
     pub route_key: Name,
     pub load: Arc<TargetLoad>,
+    pub demand: Arc<TargetDemand>,
     /// Tokens per block; absent when the worker has no (usable) block size.
     pub block_size: Option<u32>,
 }

@@ -1,0 +1,118 @@
+//! Metric families of decode demand. Names are those of the mission text; the lock's own times are ours.
+//! Never touched inside the critical section.
+
+use std::time::Duration;
+
+use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
+
+use super::{Input, Mode};
+use crate::fleet::{Fleet, ModelPool};
+
+/// 100 ns to 1 ms: a free section is far below the first microsecond, a preempted holder far above it.
+const LOCK_BUCKETS_SECONDS: [f64; 12] =
+    [1e-7, 2.5e-7, 5e-7, 1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 1e-3];
+
+/// How long the critical section was waited for and held; picks and releases alike.
+#[derive(Clone)]
+pub struct LockTimes {
+    wait: Histogram,
+    hold: Histogram,
+}
+
+impl LockTimes {
+    /// Called after the section has been left.
+    pub fn observe(&self, wait: Duration, hold: Duration) {
+        self.wait.observe(wait.as_secs_f64());
+        self.hold.observe(hold.as_secs_f64());
+    }
+
+    /// Histograms of wait and of hold, seconds.
+    pub fn histograms(&self) -> (&Histogram, &Histogram) {
+        (&self.wait, &self.hold)
+    }
+}
+
+/// All families; one set per process.
+#[derive(Clone)]
+pub struct DemandMetrics {
+    tokens: IntGaugeVec,
+    requests: IntGaugeVec,
+    decisions: Vec<IntCounter>,
+    times: LockTimes,
+}
+
+const MODES: [Mode; 2] = [Mode::Shadow, Mode::On];
+const INPUTS: [Input; 2] = [Input::Exact, Input::Estimated];
+const AGREES: [bool; 2] = [false, true];
+
+impl DemandMetrics {
+    /// Registers every family; fails only if a name is taken.
+    pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let gauges = |name: &str, help: &str| -> Result<IntGaugeVec, prometheus::Error> {
+            let family = IntGaugeVec::new(Opts::new(name, help), &["target"])?;
+            registry.register(Box::new(family.clone()))?;
+            Ok(family)
+        };
+        let histogram = |name: &str, help: &str| -> Result<Histogram, prometheus::Error> {
+            let histogram = Histogram::with_opts(HistogramOpts::new(name, help).buckets(LOCK_BUCKETS_SECONDS.to_vec()))?;
+            registry.register(Box::new(histogram.clone()))?;
+            Ok(histogram)
+        };
+        let decisions = IntCounterVec::new(
+            Opts::new(
+                "infera_router_decode_demand_decisions_total",
+                "Decode picks by mode, by how the input was counted, and by whether demand suggests the original pick.",
+            ),
+            &["mode", "input", "agrees"],
+        )?;
+        registry.register(Box::new(decisions.clone()))?;
+        let mut handles = Vec::with_capacity(8);
+        for mode in MODES {
+            for input in INPUTS {
+                for agrees in AGREES {
+                    let agrees = if agrees { "true" } else { "false" };
+                    handles.push(decisions.with_label_values(&[mode.as_str(), input.as_str(), agrees]));
+                }
+            }
+        }
+        Ok(Self {
+            tokens: gauges("infera_router_decode_demand_tokens", "Input tokens in flight per decode route key.")?,
+            requests: gauges("infera_router_decode_demand_requests", "Requests held per decode route key.")?,
+            decisions: handles,
+            times: LockTimes {
+                wait: histogram(
+                    "infera_router_decode_demand_lock_wait_seconds",
+                    "Seconds waited for the demand's critical section, at picks and releases.",
+                )?,
+                hold: histogram(
+                    "infera_router_decode_demand_lock_hold_seconds",
+                    "Seconds the demand's critical section was held, at picks and releases.",
+                )?,
+            },
+        })
+    }
+
+    /// One decision.
+    pub fn decided(&self, mode: Mode, input: Input, agrees: bool) {
+        let place = |condition: bool| usize::from(condition);
+        let index = place(mode == Mode::On) * 4 + place(input == Input::Estimated) * 2 + place(agrees);
+        self.decisions[index].inc();
+    }
+
+    pub fn lock_times(&self) -> LockTimes {
+        self.times.clone()
+    }
+
+    /// Writes the gauges of the fleet's decode targets, and drops those of targets that are gone. Called for
+    /// each page, by one thread at a time.
+    pub fn refresh(&self, fleet: &Fleet) {
+        self.tokens.reset();
+        self.requests.reset();
+        for target in fleet.models.values().flat_map(|ModelPool { decode, .. }| decode) {
+            let target = &fleet.targets[*target as usize];
+            let as_gauge = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+            self.tokens.with_label_values(&[&*target.route_key]).set(as_gauge(target.demand.tokens()));
+            self.requests.with_label_values(&[&*target.route_key]).set(as_gauge(target.demand.requests()));
+        }
+    }
+}
