@@ -1,3 +1,4 @@
-//! Read-only looks into what the router sees, without traffic: `infera-router inspect …`.
+//! What an operator can ask the router to show without traffic: `infera-router inspect …`.
 
+pub mod events;
 pub mod prompt;

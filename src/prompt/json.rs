@@ -9,6 +9,9 @@ use std::borrow::Cow;
 /// Containers inside containers; Python's own reader gives up near 1,000.
 pub const DEPTH_MAX: usize = 512;
 
+/// The reason given for half a surrogate pair: valid to Python's reader, text to no tokenizer.
+pub const LONE_SURROGATE: &str = "lone surrogate";
+
 /// Why a text is not JSON, and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JsonError {
@@ -189,15 +192,15 @@ impl<'a> Reader<'a> {
             return char::from_u32(first).map_or_else(|| self.fail("unknown escape"), Ok);
         }
         if first >= 0xdc00 || self.bytes().get(self.at + 6) != Some(&b'\\') {
-            return self.fail("lone surrogate");
+            return self.fail(LONE_SURROGATE);
         }
         let second = self.hex4(self.at + 6)?;
         if !(0xdc00..0xe000).contains(&second) {
-            return self.fail("lone surrogate");
+            return self.fail(LONE_SURROGATE);
         }
         self.at += 12;
         let code = 0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00);
-        char::from_u32(code).map_or_else(|| self.fail("lone surrogate"), Ok)
+        char::from_u32(code).map_or_else(|| self.fail(LONE_SURROGATE), Ok)
     }
 
     /// Value of the four digits of the `\u` escape that starts at `start`.

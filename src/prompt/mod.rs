@@ -7,8 +7,19 @@ pub mod extract;
 pub mod json;
 pub mod pool;
 
+mod content_form;
+mod encoder;
+mod hugging_face;
+mod methods;
+mod model_files;
 mod prompter;
+mod python;
 mod refusal;
+mod request;
+mod sglang;
+mod template;
+mod tree;
+mod vllm;
 
 use std::sync::Arc;
 
@@ -81,5 +92,6 @@ pub fn blocks(
 
 /// The prompt of a body whose prompt is token ids; `NoTokenizer` for any other that has one.
 pub fn tokens_without_tokenizer(endpoint: Endpoint, body: &[u8]) -> Result<Prompt, NoBlocks> {
-    prompter::token_ids(endpoint, body)?.ok_or(NoBlocks::NoTokenizer)
+    let _ = endpoint;
+    prompter::token_ids(body)
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use super::{ClockSeconds, SessionKey};
-use crate::fleet::TargetId;
+use crate::fleet::RecordId;
 
 const WAYS: usize = 8;
 
@@ -135,7 +135,7 @@ pub struct SessionTable {
 pub struct Lease {
     table: Arc<SessionTable>,
     place: Place,
-    target: TargetId,
+    target: RecordId,
     version: u8,
 }
 
@@ -153,7 +153,7 @@ impl SessionTable {
     }
 
     /// The target that this turn must go to, if its session has one that `may_serve`.
-    pub fn follow(self: &Arc<Self>, key: SessionKey, may_serve: impl Fn(TargetId) -> bool) -> Option<Lease> {
+    pub fn follow(self: &Arc<Self>, key: SessionKey, may_serve: impl Fn(RecordId) -> bool) -> Option<Lease> {
         let now_s = (self.clock_s)();
         loop {
             let (place, binding) = self.find(key)?;
@@ -172,8 +172,8 @@ impl SessionTable {
     pub fn claim(
         self: &Arc<Self>,
         key: SessionKey,
-        target: TargetId,
-        may_serve: impl Fn(TargetId) -> bool,
+        target: RecordId,
+        may_serve: impl Fn(RecordId) -> bool,
     ) -> Option<Lease> {
         let lease = (target.0 < LEASE_ONE).then(|| self.claim_place(key, target.0, &may_serve)).flatten();
         if lease.is_none() {
@@ -204,7 +204,7 @@ impl SessionTable {
         self: &Arc<Self>,
         key: SessionKey,
         target: u64,
-        may_serve: &impl Fn(TargetId) -> bool,
+        may_serve: &impl Fn(RecordId) -> bool,
     ) -> Option<Lease> {
         let now_s = (self.clock_s)();
         for _ in 0..TRIES_MAX {
@@ -244,11 +244,11 @@ impl SessionTable {
         is_mine.then_some((place, binding))
     }
 
-    fn is_followable(&self, place: Place, binding: Binding, now_s: u32, may_serve: &impl Fn(TargetId) -> bool) -> bool {
+    fn is_followable(&self, place: Place, binding: Binding, now_s: u32, may_serve: &impl Fn(RecordId) -> bool) -> bool {
         matches!(binding.state(), State::Claimed | State::Bound)
             && binding.leases() < LEASES_MAX
             && !self.is_expired(place, binding, now_s)
-            && may_serve(TargetId(binding.target()))
+            && may_serve(RecordId(binding.target()))
     }
 
     /// Swaps `seen` for `next` with one more lease.
@@ -260,7 +260,7 @@ impl SessionTable {
         let word = self.word(place);
         word.compare_exchange(seen.0, next.0, Ordering::AcqRel, Ordering::Relaxed).ok()?;
         self.buckets[place.bucket].used_at[place.way].store(now_s, Ordering::Relaxed);
-        Some(Lease { table: self.clone(), place, target: TargetId(next.target()), version: next.version() })
+        Some(Lease { table: self.clone(), place, target: RecordId(next.target()), version: next.version() })
     }
 
     /// Gives a place of the bucket to a new session.
@@ -297,7 +297,7 @@ impl SessionTable {
         let claimed = moving.rebound(target, State::Claimed).with_lease();
         self.word(place).store(claimed.0, Ordering::Release);
         self.counts.first.fetch_add(1, Ordering::Relaxed);
-        Inserted::Here(Lease { table: self.clone(), place, target: TargetId(target), version: claimed.version() })
+        Inserted::Here(Lease { table: self.clone(), place, target: RecordId(target), version: claimed.version() })
     }
 
     /// The place whose session is missed least: none, an expired one, or the longest idle one. Nothing when
@@ -347,7 +347,7 @@ enum Inserted {
 
 impl Lease {
     /// Where the turn goes.
-    pub fn target(&self) -> TargetId {
+    pub fn target(&self) -> RecordId {
         self.target
     }
 

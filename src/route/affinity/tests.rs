@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
-use crate::fleet::TargetId;
+use crate::fleet::RecordId;
 
 const TTL_S: u32 = 100;
 
@@ -32,11 +32,11 @@ impl Fixture {
 
     /// One turn as the exchange makes it: follow, else choose and claim.
     fn turn(&self, session: u64, choice: u64, candidates: &[u64]) -> Lease {
-        let may_serve = |target: TargetId| candidates.contains(&target.0);
+        let may_serve = |target: RecordId| candidates.contains(&target.0);
         let key = key(session);
         self.table
             .follow(key, may_serve)
-            .or_else(|| self.table.claim(key, TargetId(choice), may_serve))
+            .or_else(|| self.table.claim(key, RecordId(choice), may_serve))
             .expect("there is room")
     }
 
@@ -132,9 +132,9 @@ fn two_turns_at_once_agree_before_either_is_served() {
 #[test]
 fn a_claim_that_comes_second_follows_the_first() {
     let fixture = Fixture::new(64);
-    let any = |_: TargetId| true;
-    let first = fixture.table.claim(key(1), TargetId(10), any).unwrap();
-    let second = fixture.table.claim(key(1), TargetId(20), any).unwrap();
+    let any = |_: RecordId| true;
+    let first = fixture.table.claim(key(1), RecordId(10), any).unwrap();
+    let second = fixture.table.claim(key(1), RecordId(20), any).unwrap();
     assert_eq!((first.target().0, second.target().0), (10, 10));
 }
 
@@ -219,13 +219,13 @@ fn a_flood_of_names_is_bounded_and_spares_busy_sessions() {
 #[test]
 fn a_bucket_whose_sessions_are_all_busy_serves_without_a_binding() {
     let fixture = Fixture::new(1);
-    let any = |_: TargetId| true;
-    let held: Vec<_> = (0..8).filter_map(|session| fixture.table.claim(key(session), TargetId(1), any)).collect();
+    let any = |_: RecordId| true;
+    let held: Vec<_> = (0..8).filter_map(|session| fixture.table.claim(key(session), RecordId(1), any)).collect();
     assert_eq!(held.len(), 8);
-    assert!(fixture.table.claim(key(9), TargetId(1), any).is_none());
+    assert!(fixture.table.claim(key(9), RecordId(1), any).is_none());
     assert_eq!(fixture.table.counts.unbound.load(Ordering::Relaxed), 1);
     drop(held);
-    assert!(fixture.table.claim(key(9), TargetId(1), any).is_some());
+    assert!(fixture.table.claim(key(9), RecordId(1), any).is_some());
 }
 
 /// Random turns against the rules written down with a map.
@@ -321,11 +321,11 @@ fn turns_of_many_threads_agree_and_leave_no_lease() {
                     let mut went = HashMap::new();
                     for _ in 0..rounds {
                         let session = random.random_range(0..32u64);
-                        let may_serve = |target: TargetId| candidates.contains(&target.0);
+                        let may_serve = |target: RecordId| candidates.contains(&target.0);
                         let lease = fixture
                             .table
                             .follow(key(session), may_serve)
-                            .or_else(|| fixture.table.claim(key(session), TargetId(thread), may_serve));
+                            .or_else(|| fixture.table.claim(key(session), RecordId(thread), may_serve));
                         let Some(lease) = lease else { continue };
                         lease.served();
                         let first = *went.entry(session).or_insert(lease.target().0);

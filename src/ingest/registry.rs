@@ -1,0 +1,333 @@
+//! Registrations of workers and the fleet made of them: generations, slots, target ids, pools per model. Never opens a
+//! socket; the core opens and closes what [`Registry::update`] says.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use crate::fleet::{
+    DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, Worker, WorkerState,
+};
+use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
+use crate::load::{TargetId, TargetLoad};
+use crate::worker::{Generation, Name, Role, WorkerRecord};
+
+/// One rank of one registration.
+#[derive(Clone, Debug)]
+pub struct Rank {
+    pub slot: Slot,
+    pub target: TargetId,
+    pub record_id: RecordId,
+    /// `worker_id` or `worker_id#dp<rank>`.
+    pub route_key: Name,
+    pub load: Arc<TargetLoad>,
+    pub demand: Arc<TargetDemand>,
+}
+
+/// One worker as registered now.
+#[derive(Debug)]
+pub struct Registration {
+    pub worker: Arc<Worker>,
+    pub ranks: Vec<Rank>,
+}
+
+/// What an update has changed, for the core to follow.
+#[derive(Debug, Default)]
+pub struct Changes {
+    /// Slots whose holder has gone; each is to be given back with [`Registry::release`] once the index has no trace of it.
+    pub left: Vec<Slot>,
+    /// Ids of workers that are new registrations.
+    pub joined: Vec<Name>,
+}
+
+#[derive(Debug, Default)]
+pub struct Registry {
+    workers: BTreeMap<Name, Registration>,
+    free_slots: BTreeSet<u32>,
+    slots: u32,
+    next_target: u64,
+    next_record: u64,
+    demand: DemandCells,
+    next_generation: u64,
+}
+
+impl Registry {
+    pub fn get(&self, worker_id: &str) -> Option<&Registration> {
+        self.workers.get(worker_id)
+    }
+
+    /// One more than the largest slot in use.
+    pub fn slot_bound(&self) -> usize {
+        self.slots as usize
+    }
+
+    /// Makes the registrations those of `discovered`. A worker named twice counts once, as named first.
+    pub fn update(&mut self, discovered: Vec<DiscoveredWorker>) -> Changes {
+        let mut changes = Changes::default();
+        let mut wanted: BTreeMap<Name, DiscoveredWorker> = BTreeMap::new();
+        for worker in discovered {
+            let id: Name = worker.record.worker_id.as_str().into();
+            if wanted.contains_key(&id) {
+                tracing::warn!(worker_id = %id, "a worker is named twice; the first record counts");
+                continue;
+            }
+            wanted.insert(id, worker);
+        }
+        let gone: Vec<Name> = self
+            .workers
+            .iter()
+            .filter(|(id, known)| {
+                !wanted.get(*id).is_some_and(|new| is_same_registration(&known.worker.record, &new.record))
+            })
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in gone {
+            if let Some(registration) = self.workers.remove(&id) {
+                changes.left.extend(registration.ranks.iter().map(|rank| rank.slot));
+            }
+        }
+        for (id, new) in wanted {
+            if let Some(known) = self.workers.get_mut(&id) {
+                if known.worker.record != new.record {
+                    for rank in &mut known.ranks {
+                        self.next_record += 1;
+                        rank.record_id = RecordId(self.next_record);
+                    }
+                }
+                known.worker = Arc::new(worker(id, known.worker.generation, new));
+            } else if self.join(id.clone(), new) {
+                changes.joined.push(id);
+            }
+        }
+        changes
+    }
+
+    fn join(&mut self, id: Name, new: DiscoveredWorker) -> bool {
+        let wanted = new.record.rank_count();
+        if wanted > DP_RANKS_MAX {
+            tracing::error!(worker_id = %id, ranks = wanted, "a worker has more ranks than the router can hold; the rest is ignored");
+        }
+        let count = wanted.min(DP_RANKS_MAX);
+        if self.slots as usize - self.free_slots.len() + count as usize > SLOTS_MAX {
+            tracing::error!(worker_id = %id, slots = SLOTS_MAX, "the index has no slot left; the worker is ignored");
+            return false;
+        }
+        let is_multiplexed = new.record.is_rank_multiplexed();
+        let route_key = |number| if is_multiplexed { format!("{id}#dp{number}").into() } else { id.clone() };
+        let ranks = (0..count).map(|number| self.rank(route_key(number))).collect();
+        self.demand.forget_departed();
+        self.next_generation += 1;
+        let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new));
+        self.workers.insert(id, Registration { worker, ranks });
+        true
+    }
+
+    fn rank(&mut self, route_key: Name) -> Rank {
+        let slot = self.free_slots.pop_first().unwrap_or_else(|| {
+            self.slots += 1;
+            self.slots - 1
+        });
+        self.next_target += 1;
+        self.next_record += 1;
+        Rank {
+            slot: Slot(slot),
+            target: TargetId(self.next_target),
+            record_id: RecordId(self.next_record),
+            load: Arc::default(),
+            // The same cell as before while requests of an earlier registration are still in flight.
+            demand: self.demand.cell(&route_key),
+            route_key,
+        }
+    }
+
+    /// Gives a slot back: nothing in the index belongs to its former holder any more.
+    pub fn release(&mut self, slot: Slot) {
+        self.free_slots.insert(slot.0);
+        while self.slots > 0 && self.free_slots.remove(&(self.slots - 1)) {
+            self.slots -= 1;
+        }
+    }
+
+    /// The fleet as it stands. `learned` gives the block size that a slot's events have shown.
+    pub fn fleet(&self, learned: impl Fn(Slot) -> Option<u32>) -> Fleet {
+        let mut fleet = Fleet::default();
+        // Pools name targets by place; grouping by name first would lose the stable order of worker and rank.
+        let mut models: HashMap<&str, ModelPool> = HashMap::new();
+        for registration in self.workers.values() {
+            let worker = &registration.worker;
+            fleet.workers.push(worker.clone());
+            if worker.state != WorkerState::Active {
+                continue;
+            }
+            let pool = models.entry(&worker.record.model_name).or_default();
+            for (number, rank) in registration.ranks.iter().enumerate() {
+                let at = fleet.targets.len() as u32;
+                match worker.record.disagg_mode {
+                    Role::Mixed => pool.mixed.push(at),
+                    Role::Prefill => pool.prefill.push(at),
+                    Role::Decode => pool.decode.push(at),
+                }
+                fleet.targets.push(Target {
+                    id: rank.target,
+                    record_id: rank.record_id,
+                    slot: rank.slot,
+                    worker: worker.clone(),
+                    rank: worker.record.is_rank_multiplexed().then_some(number as u32),
+                    route_key: rank.route_key.clone(),
+                    load: rank.load.clone(),
+                    demand: rank.demand.clone(),
+                    block_size: worker.record.kv_block_size.filter(|size| *size > 0).or_else(|| learned(rank.slot)),
+                });
+            }
+        }
+        fleet.models = models.into_iter().map(|(name, pool)| (name.into(), pool)).collect();
+        fleet
+    }
+}
+
+/// Whether a new record is the same registration: then the engine's cache, and so the mirror, is the same. What was not known
+/// before and is now (a static worker's model and block size are asked for) changes nothing.
+fn is_same_registration(known: &WorkerRecord, new: &WorkerRecord) -> bool {
+    fn agrees<T: PartialEq>(known: Option<T>, new: Option<T>) -> bool {
+        known.is_none() || new.is_none() || known == new
+    }
+    let model = |record: &WorkerRecord| (!record.model_name.is_empty()).then(|| record.model_name.clone());
+    known.kv_events_endpoint == new.kv_events_endpoint
+        && known.rank_count() == new.rank_count()
+        && known.dp_rank == new.dp_rank
+        && agrees(known.kv_block_size, new.kv_block_size)
+        && agrees(model(known), model(new))
+}
+
+fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Worker {
+    let (authority, base_path) = split_url(&discovered.record.url);
+    let state = match discovered.state {
+        WorkerState::Active if !discovered.record.is_active() => WorkerState::Inactive,
+        WorkerState::Active if discovered.record.model_name.is_empty() => {
+            WorkerState::Pending("model name not known yet".to_owned())
+        }
+        WorkerState::Active if discovered.address.is_none() => {
+            WorkerState::Pending("address does not resolve".to_owned())
+        }
+        state => state,
+    };
+    Worker { id, generation, record: discovered.record, address: discovered.address, authority, base_path, state }
+}
+
+/// `host:port` and path (without a trailing slash) of a base URL.
+fn split_url(url: &str) -> (String, String) {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    match rest.find('/') {
+        Some(at) => (rest[..at].to_owned(), rest[at..].trim_end_matches('/').to_owned()),
+        None => (rest.to_owned(), String::new()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn discovered(json: serde_json::Value) -> DiscoveredWorker {
+        let record: WorkerRecord = serde_json::from_value(json).unwrap();
+        DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 80).into()), state: WorkerState::Active }
+    }
+
+    fn plain(id: &str) -> serde_json::Value {
+        serde_json::json!({"worker_id": id, "url": format!("http://{id}/base/"), "model_name": "m",
+            "kv_events_endpoint": "tcp://127.0.0.1:5557"})
+    }
+
+    #[test]
+    fn a_fleet_lists_targets_by_worker_and_rank_and_models_by_routable_targets() {
+        let mut registry = Registry::default();
+        let mut ranked = plain("b:1");
+        ranked["dp_size"] = 2.into();
+        ranked["disagg_mode"] = "decode".into();
+        let mut nameless = plain("c:1");
+        nameless["model_name"] = "".into();
+        let mut draining = plain("d:1");
+        draining["status"] = "draining".into();
+        draining["model_name"] = "other".into();
+        let all = [draining, ranked, nameless, plain("a:1"), plain("a:1")];
+        let changes = registry.update(all.into_iter().map(discovered).collect());
+        assert_eq!((changes.joined.len(), changes.left.len()), (4, 0));
+        let fleet = registry.fleet(|_| Some(32));
+        let keys: Vec<&str> = fleet.targets.iter().map(|target| &*target.route_key).collect();
+        assert_eq!(keys, ["a:1", "b:1#dp0", "b:1#dp1"]);
+        assert_eq!(fleet.targets[1].rank, Some(0));
+        assert_eq!(fleet.targets[0].block_size, Some(32));
+        assert_eq!(fleet.models.keys().map(|name| &**name).collect::<Vec<_>>(), ["m"]);
+        assert_eq!(fleet.models["m"], ModelPool { mixed: vec![0], prefill: vec![], decode: vec![1, 2] });
+        assert_eq!(fleet.workers.len(), 4);
+        assert_eq!((fleet.workers[0].authority.as_str(), fleet.workers[0].base_path.as_str()), ("a:1", "/base"));
+        assert!(matches!(fleet.workers[2].state, WorkerState::Pending(_)));
+        assert_eq!(fleet.workers[3].state, WorkerState::Inactive);
+    }
+
+    #[test]
+    fn what_makes_a_new_generation() {
+        let check = |change: &dyn Fn(&mut serde_json::Value), is_new: bool| {
+            let mut registry = Registry::default();
+            registry.update(vec![discovered(plain("a:1"))]);
+            let before = registry.fleet(|_| None).targets[0].id;
+            let mut changed = plain("a:1");
+            change(&mut changed);
+            let changes = registry.update(vec![discovered(changed.clone())]);
+            let fleet = registry.fleet(|_| None);
+            assert_eq!(fleet.targets[0].id != before, is_new, "{changed}");
+            assert_eq!(changes.joined.len() + changes.left.len(), if is_new { 2 } else { 0 }, "{changed}");
+            assert_eq!(fleet.workers[0].generation, Generation(if is_new { 2 } else { 1 }));
+        };
+        check(&|_| {}, false);
+        check(&|record| record["url"] = "http://a:2".into(), false);
+        check(&|record| record["kv_block_size"] = 16.into(), false);
+        check(&|record| record["kv_events_endpoint"] = "tcp://127.0.0.1:5558".into(), true);
+        check(&|record| record["model_name"] = "n".into(), true);
+        check(&|record| record["dp_rank"] = 1.into(), true);
+    }
+
+    #[test]
+    fn a_changed_record_is_a_new_record_id_and_a_registration_keeps_its_live_demand() {
+        let mut registry = Registry::default();
+        let target = |registry: &mut Registry, record: serde_json::Value| {
+            registry.update(vec![discovered(record)]);
+            let fleet = registry.fleet(|_| None);
+            let target = &fleet.targets[0];
+            (target.id, target.record_id, target.demand.clone())
+        };
+        let first = target(&mut registry, plain("a:1"));
+        let same = target(&mut registry, plain("a:1"));
+        assert_eq!((first.0, first.1), (same.0, same.1));
+        let mut moved = plain("a:1");
+        moved["disagg_meta"] = serde_json::json!({"bootstrap_port": 9});
+        let changed = target(&mut registry, moved);
+        assert_eq!(first.0, changed.0);
+        assert_ne!(first.1, changed.1);
+        // A request in flight holds the cell over a departure.
+        let held = changed.2;
+        drop((first.2, same.2));
+        registry.update(Vec::new());
+        let back = target(&mut registry, plain("a:1"));
+        assert_ne!(back.0, first.0);
+        assert!(Arc::ptr_eq(&back.2, &held));
+        drop((back.2, held));
+        registry.update(Vec::new());
+        assert_eq!(Arc::strong_count(&target(&mut registry, plain("a:1")).2), 2);
+    }
+
+    #[test]
+    fn slots_are_dense_and_reused_only_after_release() {
+        let mut registry = Registry::default();
+        registry.update(vec![discovered(plain("a:1")), discovered(plain("b:1"))]);
+        let left = registry.update(vec![discovered(plain("b:1"))]).left;
+        assert_eq!(left, [Slot(0)]);
+        registry.update(vec![discovered(plain("b:1")), discovered(plain("c:1"))]);
+        assert_eq!(registry.get("c:1").unwrap().ranks[0].slot, Slot(2));
+        registry.release(Slot(0));
+        registry.update(vec![discovered(plain("b:1")), discovered(plain("c:1")), discovered(plain("d:1"))]);
+        assert_eq!(registry.get("d:1").unwrap().ranks[0].slot, Slot(0));
+        for slot in registry.update(Vec::new()).left {
+            registry.release(slot);
+        }
+        assert_eq!((registry.slot_bound(), registry.free_slots.len()), (0, 0));
+    }
+}

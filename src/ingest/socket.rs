@@ -1,0 +1,126 @@
+//! One SUB socket per (worker, rank): options, addresses, and whether the publisher is there. Never reads a message's meaning.
+
+use zmq::SocketEvent;
+
+use crate::limits::{EVENT_FRAMES_MAX, EVENT_MESSAGE_BYTES_MAX};
+
+/// First wait before a new connection attempt, and the cap that it doubles up to, ms.
+const RECONNECT_MS: i32 = 100;
+const RECONNECT_MS_MAX: i32 = 5_000;
+
+/// A ping every second; a peer that has not answered for this long is gone, ms. Engines with their standard publisher answer
+/// by themselves; one whose host died does not.
+const HEARTBEAT_MS: i32 = 1_000;
+const HEARTBEAT_TIMEOUT_MS: i32 = 5_000;
+
+/// A SUB socket that takes every topic and keeps trying until the publisher is there.
+pub fn subscribe(context: &zmq::Context, endpoint: &str) -> Result<zmq::Socket, zmq::Error> {
+    let socket = context.socket(zmq::SUB)?;
+    configure(&socket)?;
+    socket.set_subscribe(b"")?;
+    socket.connect(endpoint)?;
+    Ok(socket)
+}
+
+/// Options have to stand before the connection is made.
+pub(super) fn configure(socket: &zmq::Socket) -> Result<(), zmq::Error> {
+    // No high-water mark: dropped batches would cost a replay or the view; memory is bounded by the publisher's own mark
+    // and by the size of one message.
+    socket.set_rcvhwm(0)?;
+    socket.set_linger(0)?;
+    socket.set_ipv6(true)?;
+    socket.set_maxmsgsize(EVENT_MESSAGE_BYTES_MAX)?;
+    socket.set_reconnect_ivl(RECONNECT_MS)?;
+    socket.set_reconnect_ivl_max(RECONNECT_MS_MAX)?;
+    socket.set_tcp_keepalive(1)?;
+    socket.set_tcp_keepalive_idle(10)?;
+    socket.set_tcp_keepalive_intvl(5)?;
+    socket.set_tcp_keepalive_cnt(3)?;
+    socket.set_heartbeat_ivl(HEARTBEAT_MS)?;
+    socket.set_heartbeat_timeout(HEARTBEAT_TIMEOUT_MS)?;
+    socket.set_heartbeat_ttl(HEARTBEAT_TIMEOUT_MS)?;
+    Ok(())
+}
+
+/// A rank's subscription and the monitor that tells whether its publisher is there.
+pub(super) struct Subscription {
+    pub events: zmq::Socket,
+    pub monitor: zmq::Socket,
+}
+
+impl Subscription {
+    /// `name` is unique within the context.
+    pub fn open(context: &zmq::Context, endpoint: &str, name: u64) -> Result<Self, zmq::Error> {
+        let events = context.socket(zmq::SUB)?;
+        configure(&events)?;
+        events.set_subscribe(b"")?;
+        // Before the connection, so that its handshake is not missed.
+        let address = format!("inproc://infera-events-{name}");
+        let wanted =
+            i32::from(SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()) | i32::from(SocketEvent::DISCONNECTED.to_raw());
+        events.monitor(&address, wanted)?;
+        let monitor = context.socket(zmq::PAIR)?;
+        monitor.set_linger(0)?;
+        monitor.connect(&address)?;
+        events.connect(endpoint)?;
+        Ok(Self { events, monitor })
+    }
+
+    /// Reads what the monitor has to say; the last word, if there was any: connected or not.
+    pub fn connection_change(&self) -> Option<bool> {
+        let mut last = None;
+        while let Ok(event) = self.monitor.recv_bytes(zmq::DONTWAIT) {
+            // First frame: event number (16 bits) and value; second frame: address.
+            while self.monitor.get_rcvmore().unwrap_or(false) && self.monitor.recv_bytes(zmq::DONTWAIT).is_ok() {}
+            if let Some(number) = event.first_chunk::<2>() {
+                last = Some(u16::from_ne_bytes(*number) == SocketEvent::HANDSHAKE_SUCCEEDED.to_raw());
+            }
+        }
+        last
+    }
+
+    /// Reads one message, if there is one, into `frames`. Frames beyond the bound are read and dropped, and counted by the
+    /// length of `frames` being past what any message form has.
+    pub fn receive(&self, frames: &mut Vec<zmq::Message>) -> bool {
+        frames.clear();
+        loop {
+            let Ok(frame) = self.events.recv_msg(zmq::DONTWAIT) else { return !frames.is_empty() };
+            let has_more = frame.get_more();
+            if frames.len() < EVENT_FRAMES_MAX {
+                frames.push(frame);
+            }
+            if !has_more {
+                return true;
+            }
+        }
+    }
+}
+
+/// Address of rank `rank`, which publishes on the port of rank 0 plus `rank`. `None` for an address without a port or
+/// whose port would leave the range. Schemes without ports serve rank 0 only.
+pub fn rank_endpoint(endpoint: &str, rank: u32) -> Option<String> {
+    if rank == 0 {
+        return Some(endpoint.to_owned());
+    }
+    let (host, port) = endpoint.rsplit_once(':')?;
+    let port = u32::from(port.parse::<u16>().ok()?).checked_add(rank)?;
+    u16::try_from(port).ok().map(|port| format!("{host}:{port}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_publish_on_consecutive_ports() {
+        let check = |endpoint: &str, rank, expected: Option<&str>| {
+            assert_eq!(rank_endpoint(endpoint, rank).as_deref(), expected, "{endpoint} rank {rank}");
+        };
+        check("tcp://10.0.0.5:5557", 0, Some("tcp://10.0.0.5:5557"));
+        check("tcp://10.0.0.5:5557", 3, Some("tcp://10.0.0.5:5560"));
+        check("tcp://[::1]:5557", 1, Some("tcp://[::1]:5558"));
+        check("tcp://host:65535", 1, None);
+        check("ipc:///tmp/x", 1, None);
+        check("tcp://host:*", 1, None);
+    }
+}
