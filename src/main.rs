@@ -57,7 +57,13 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
     let engine_stats = Arc::new(std::sync::OnceLock::new());
-    let page = MetricsPage::new(metrics.clone(), ingest.view.clone(), ingest.stats.clone(), Box::new(discovery.status_reader()), engine_stats.clone());
+    let page = MetricsPage::new(
+        metrics.clone(),
+        ingest.view.clone(),
+        ingest.stats.clone(),
+        Box::new(discovery.status_reader()),
+        engine_stats.clone(),
+    );
     let admin = Admin::start(AdminState { view: ingest.view.clone(), policy: config.policy, page })?;
     let shared = Arc::new(Shared {
         settings: Settings {
@@ -92,7 +98,11 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     );
 
     let signal = signals.forever().next();
-    info!(signal, drain_timeout_s = config.drain_timeout.as_secs_f64(), "draining: no new connections, running requests finish");
+    info!(
+        signal,
+        drain_timeout_s = config.drain_timeout.as_secs_f64(),
+        "draining: no new connections, running requests finish"
+    );
     lifecycle.drain();
     engine.drain();
     let left = wait_for_requests(&engine, config.drain_timeout, &mut signals);
@@ -126,7 +136,9 @@ fn load_prompter(config: &Config) -> anyhow::Result<Option<Arc<Prompter>>> {
         return Ok(None);
     }
     let Some(path) = &config.tokenizer_path else {
-        warn!("no --router-tokenizer-path: text prompts are routed by load alone, prompts of token ids by their prefix");
+        warn!(
+            "no --router-tokenizer-path: text prompts are routed by load alone, prompts of token ids by their prefix"
+        );
         return Ok(None);
     };
     let options = PrompterOptions { chat_template_kwargs: config.chat_template_kwargs.clone(), ..Default::default() };

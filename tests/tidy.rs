@@ -51,7 +51,12 @@ fn all_sources() -> Vec<PathBuf> {
 
 /// The text before the file's tests.
 fn without_tests(text: &str) -> &str {
-    text.split("#[cfg(test)]\nmod ").next().unwrap_or(text).split("#[cfg(test)]\npub(crate) mod ").next().unwrap_or(text)
+    text.split("#[cfg(test)]\nmod ")
+        .next()
+        .unwrap_or(text)
+        .split("#[cfg(test)]\npub(crate) mod ")
+        .next()
+        .unwrap_or(text)
 }
 
 fn relative(path: &Path) -> String {
@@ -144,7 +149,9 @@ fn paths_named_in_the_pages_exist() {
     for page in ["README.md", "src/README.md"] {
         let text = std::fs::read_to_string(root().join(page)).unwrap_or_else(|error| panic!("{page}: {error}"));
         for quoted in text.split('`').skip(1).step_by(2) {
-            let is_path = ["src/", "shards/", "tests/", "bench/", "loadgen/", "tuning/"].iter().any(|top| quoted.starts_with(top));
+            let is_path = ["src/", "shards/", "tests/", "bench/", "loadgen/", "tuning/"]
+                .iter()
+                .any(|top| quoted.starts_with(top));
             let plain = !quoted.contains([' ', '{', '*', '<']);
             if is_path && plain && !root().join(quoted.split("::").next().unwrap_or(quoted)).exists() {
                 faults.push(format!("{page}: `{quoted}` does not exist"));

@@ -82,7 +82,8 @@ fn cache_view(state: &AdminState, worker_id: &str, rank: Option<u32>) -> Respons
     }
     let view = state.view.load_full();
     let Some(worker) = view.fleet.workers.iter().find(|worker| *worker.id == *worker_id) else {
-        return ApiError::NotFound(format!("no such worker: {worker_id:?}; GET /v1/workers lists them")).into_response();
+        return ApiError::NotFound(format!("no such worker: {worker_id:?}; GET /v1/workers lists them"))
+            .into_response();
     };
     let ranks = worker.record.rank_count();
     if let Some(rank) = rank.filter(|rank| worker.record.is_rank_multiplexed() && *rank >= ranks) {

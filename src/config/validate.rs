@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::cli::{DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs};
 use super::effective::{Setting, Source, redact};
 use super::{Config, IoDriver, LogFormat, UpstreamTimeouts, worker_argument};
-use crate::route::Policy;
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
+use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.

@@ -31,9 +31,7 @@ pub fn estimate_tokens(body: &[u8]) -> u64 {
 
 fn count(reader: &mut Reader<'_>, is_binary_member: bool, bytes: &mut u64) -> JsonResult<()> {
     match reader.peek() {
-        Some(b'{') => {
-            reader.object(|reader, key| count(reader, BINARY_MEMBERS.contains(&&*key), bytes))
-        }
+        Some(b'{') => reader.object(|reader, key| count(reader, BINARY_MEMBERS.contains(&&*key), bytes)),
         Some(b'[') => reader.array(|reader| count(reader, false, bytes)),
         Some(b'"') if is_binary_member => reader.skip(),
         Some(b'"') => {

@@ -54,7 +54,8 @@ impl DemandMetrics {
             Ok(family)
         };
         let histogram = |name: &str, help: &str| -> Result<Histogram, prometheus::Error> {
-            let histogram = Histogram::with_opts(HistogramOpts::new(name, help).buckets(LOCK_BUCKETS_SECONDS.to_vec()))?;
+            let histogram =
+                Histogram::with_opts(HistogramOpts::new(name, help).buckets(LOCK_BUCKETS_SECONDS.to_vec()))?;
             registry.register(Box::new(histogram.clone()))?;
             Ok(histogram)
         };

@@ -13,8 +13,8 @@ mod metrics;
 use std::sync::Arc;
 
 pub use estimate::{estimate_tokens, request_tokens};
-pub use ledger::{DecodeCandidate, Reservation, Selection};
 use ledger::Ledger;
+pub use ledger::{DecodeCandidate, Reservation, Selection};
 pub use metrics::DemandMetrics;
 
 /// What the ledger is built from; the model test of the ledger swaps these for instrumented ones.

@@ -165,7 +165,7 @@ fn agrees_with_a_naive_model() {
         let mut held: Vec<(usize, u64, Reservation)> = Vec::new();
         for step in 0..200 {
             if !held.is_empty() && random.random_bool(0.45) {
-                held.swap_remove(random.random_range(0..held.len()));
+                drop(held.swap_remove(random.random_range(0..held.len())));
             } else {
                 let tokens = random.random_range(0..400);
                 let candidates: Vec<_> = pool
@@ -252,7 +252,7 @@ fn many_threads_end_at_exactly_zero() {
                             _ => held.push(reservation),
                         }
                         if held.len() > HELD_MAX || (!held.is_empty() && random.random_bool(0.5)) {
-                            held.swap_remove(random.random_range(0..held.len()));
+                            drop(held.swap_remove(random.random_range(0..held.len())));
                         }
                     }
                 })

@@ -72,7 +72,8 @@ fn fleet(scrape: &Scrape, page: &MetricsPage, view: &View) -> Result<(), Error> 
     for worker in view.fleet.workers.iter().filter(|worker| worker.state == WorkerState::Active) {
         *by_kind.entry((worker.record.disagg_mode.as_str(), &worker.record.model_name)).or_default() += 1;
     }
-    let family = scrape.gauges("infera_active_workers", "Routable workers by role and model.", &["disagg_mode", "model"])?;
+    let family =
+        scrape.gauges("infera_active_workers", "Routable workers by role and model.", &["disagg_mode", "model"])?;
     for ((role, model), count) in by_kind {
         family.with_label_values(&[role, model]).set(count);
     }
@@ -98,9 +99,13 @@ fn load(scrape: &Scrape, view: &View) -> Result<(), Error> {
 type RankNumber = fn(&RankStatus) -> u64;
 
 const RANK_GAUGES: &[(&str, &str, RankNumber)] = &[
-    ("infera_router_kv_events_connected", "1 while the event publisher is connected.", |rank| u64::from(rank.is_connected())),
+    ("infera_router_kv_events_connected", "1 while the event publisher is connected.", |rank| {
+        u64::from(rank.is_connected())
+    }),
     ("infera_router_kv_blocks_visible", "Distinct blocks mirrored for the rank.", |rank| rank.visible_blocks.get()),
-    ("infera_router_kv_orphans_waiting", "Blocks put aside until their parent comes.", |rank| rank.orphans_waiting.get()),
+    ("infera_router_kv_orphans_waiting", "Blocks put aside until their parent comes.", |rank| {
+        rank.orphans_waiting.get()
+    }),
     ("infera_router_kv_block_size_seen", "Tokens per block in the last event; 0 before the first.", |rank| {
         rank.block_size_seen.get()
     }),
@@ -118,16 +123,22 @@ const RANK_COUNTERS: &[(&str, &str, RankNumber)] = &[
     ("infera_router_kv_event_batches_replayed_total", "Event batches asked for again and received.", |rank| {
         rank.batches_replayed.get()
     }),
-    ("infera_router_kv_event_batches_repeated_total", "Event batches dropped as repeats.", |rank| rank.batches_repeated.get()),
+    ("infera_router_kv_event_batches_repeated_total", "Event batches dropped as repeats.", |rank| {
+        rank.batches_repeated.get()
+    }),
     ("infera_router_kv_event_messages_broken_total", "Event messages that could not be read to their end.", |rank| {
         rank.messages_broken.get()
     }),
-    ("infera_router_kv_resets_total", "Times a rank's mirror was forgotten: a gap, or a publisher that began anew.", |rank| {
-        rank.resets.get()
-    }),
+    (
+        "infera_router_kv_resets_total",
+        "Times a rank's mirror was forgotten: a gap, or a publisher that began anew.",
+        |rank| rank.resets.get(),
+    ),
     ("infera_router_kv_orphans_total", "Blocks that came before their parent.", |rank| rank.orphans.get()),
     ("infera_router_kv_orphans_joined_total", "Orphans whose parent came.", |rank| rank.orphans_joined.get()),
-    ("infera_router_kv_orphans_dropped_total", "Orphans dropped to keep the pool bounded.", |rank| rank.orphans_dropped.get()),
+    ("infera_router_kv_orphans_dropped_total", "Orphans dropped to keep the pool bounded.", |rank| {
+        rank.orphans_dropped.get()
+    }),
     (
         "infera_router_kv_block_size_mismatches_total",
         "Events whose block size differs from the registered one.",
@@ -137,8 +148,13 @@ const RANK_COUNTERS: &[(&str, &str, RankNumber)] = &[
 
 fn feeds(scrape: &Scrape, page: &MetricsPage, view: &View) -> Result<(), Error> {
     const LABELS: &[&str] = &["worker_id", "dp_rank"];
-    let ranks: Vec<(&RankStatus, String)> =
-        view.ranks.iter().flatten().filter(|rank| rank.endpoint.is_some()).map(|rank| (&**rank, rank.rank.to_string())).collect();
+    let ranks: Vec<(&RankStatus, String)> = view
+        .ranks
+        .iter()
+        .flatten()
+        .filter(|rank| rank.endpoint.is_some())
+        .map(|rank| (&**rank, rank.rank.to_string()))
+        .collect();
     for (name, help, number) in RANK_GAUGES {
         let family = scrape.gauges(name, help, LABELS)?;
         for (rank, label) in &ranks {
@@ -151,7 +167,11 @@ fn feeds(scrape: &Scrape, page: &MetricsPage, view: &View) -> Result<(), Error> 
             family.with_label_values(&[&*rank.worker_id, label]).inc_by(number(rank));
         }
     }
-    let age = scrape.seconds("infera_router_kv_events_age_seconds", "Seconds since the rank's last event message.", LABELS)?;
+    let age = scrape.seconds(
+        "infera_router_kv_events_age_seconds",
+        "Seconds since the rank's last event message.",
+        LABELS,
+    )?;
     let skipped = scrape.counters(
         "infera_router_kv_events_skipped_total",
         "Events that were not applied, by reason.",
@@ -174,11 +194,23 @@ fn index(scrape: &Scrape, page: &MetricsPage, view: &View) -> Result<(), Error> 
     let stats = &page.ingest;
     scrape.gauge("infera_router_index_blocks", "Distinct blocks in the index.", stats.index_blocks.get())?;
     scrape.gauge("infera_router_index_runs", "Runs that the blocks of the index lie in.", stats.index_runs.get())?;
-    scrape.gauge("infera_router_index_views_retired", "Former views still held by a reader.", stats.views_retired.get())?;
+    scrape.gauge(
+        "infera_router_index_views_retired",
+        "Former views still held by a reader.",
+        stats.views_retired.get(),
+    )?;
     scrape.gauge("infera_router_index_version", "Number of the published view.", view.version)?;
     scrape.counter("infera_router_index_publications_total", "Views published.", stats.publications.get())?;
-    scrape.counter("infera_router_ledger_messages_total", "Bookings and releases counted.", stats.ledger_messages.get())?;
-    scrape.counter("infera_router_fleet_updates_total", "Sets of workers taken over from discovery.", stats.fleet_updates.get())
+    scrape.counter(
+        "infera_router_ledger_messages_total",
+        "Bookings and releases counted.",
+        stats.ledger_messages.get(),
+    )?;
+    scrape.counter(
+        "infera_router_fleet_updates_total",
+        "Sets of workers taken over from discovery.",
+        stats.fleet_updates.get(),
+    )
 }
 
 fn discovery(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
@@ -204,13 +236,15 @@ fn discovery(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
 fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
     let Some(engine) = page.engine.get().and_then(|engine| engine.upgrade()) else { return Ok(()) };
     let driver = engine.driver();
-    let family = scrape.gauges("infera_router_io_driver", "1 for the IO driver in use and its flags.", &["driver", "flags"])?;
+    let family =
+        scrape.gauges("infera_router_io_driver", "1 for the IO driver in use and its flags.", &["driver", "flags"])?;
     family.with_label_values(&[driver.name, &driver.flags.join("+")]).set(1);
 
     let shards = engine.stats();
     let open = scrape.gauges("infera_router_connections_open", "Client connections open.", &["shard"])?;
     let active = scrape.gauges("infera_router_requests_active", "Requests being served.", &["shard"])?;
-    let idle = scrape.gauges("infera_router_upstream_connections_idle", "Upstream connections kept for reuse.", &["shard"])?;
+    let idle =
+        scrape.gauges("infera_router_upstream_connections_idle", "Upstream connections kept for reuse.", &["shard"])?;
     let counters = [
         ("infera_router_connections_total", "Client connections accepted."),
         ("infera_router_http_requests_total", "Requests read, all endpoints."),

@@ -4,7 +4,9 @@
 use std::time::Instant;
 
 use http::{HeaderName, HeaderValue, StatusCode};
-use infera_shards::{Relay, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse};
+use infera_shards::{
+    Relay, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
+};
 use tracing::{debug, warn};
 
 use super::metrics::{Outcome, RequestMetrics};
@@ -82,7 +84,11 @@ async fn attempts(
     loop {
         let (picked, may_retry) = match next_worker(service, &route, &tried)? {
             Some(next) => next,
-            None => return Err(ApiError::NoWorker { reason: "every worker of the model left during the request".to_owned() }),
+            None => {
+                return Err(ApiError::NoWorker {
+                    reason: "every worker of the model left during the request".to_owned(),
+                });
+            }
         };
         match send(service, &request, &picked).await {
             Ok(response) if may_retry && response.status.is_server_error() => {
@@ -107,11 +113,7 @@ async fn attempts(
 
 /// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
 /// be left for a retry.
-fn next_worker(
-    service: &RouterService,
-    route: &Route,
-    tried: &[Name],
-) -> Result<Option<(Picked, bool)>, ApiError> {
+fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result<Option<(Picked, bool)>, ApiError> {
     let view = service.view();
     let (model, pool) = pool_of(&view.fleet, route)?;
     let by_load = route.endpoint == Endpoint::Forward;
@@ -177,11 +179,7 @@ fn multipart_model(body: &[u8]) -> Option<String> {
     std::str::from_utf8(&value[..end]).ok().map(str::to_owned)
 }
 
-async fn send(
-    service: &RouterService,
-    request: &Request,
-    picked: &Picked,
-) -> Result<UpstreamResponse, UpstreamError> {
+async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
     let rank = picked.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank)));
     // A rank-multiplexed worker gets the picked rank; any other gets what the client asked for.
@@ -207,12 +205,8 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
     let cut_notice = is_stream
         .then(|| api::stream_error_event(&format!("worker {} ended the stream before its end", picked.worker.id)));
     let mut observer = AnswerObserver::new();
-    let relay = Relay {
-        set: if is_stream { &unbuffered } else { &[] },
-        remove: &[],
-        observer: &mut observer,
-        cut_notice,
-    };
+    let relay =
+        Relay { set: if is_stream { &unbuffered } else { &[] }, remove: &[], observer: &mut observer, cut_notice };
     match responder.relay(response, relay).await {
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
@@ -262,7 +256,11 @@ mod tests {
 
     #[test]
     fn the_model_of_a_multipart_form() {
-        let form = |field: &str| format!("--x\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a\"\r\n\r\nRIFF\r\n--x\r\n{field}--x--\r\n");
+        let form = |field: &str| {
+            format!(
+                "--x\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a\"\r\n\r\nRIFF\r\n--x\r\n{field}--x--\r\n"
+            )
+        };
         let model = form("Content-Disposition: form-data; name=\"model\"\r\n\r\nwhisper-1\r\n");
         assert_eq!(multipart_model(model.as_bytes()).as_deref(), Some("whisper-1"));
         assert_eq!(multipart_model(form("").as_bytes()), None);

@@ -102,7 +102,8 @@ impl RequestMetrics {
             "Prompt blocks that the picked workers already held.",
             &["role"],
         )?;
-        let blocks = make.counters("infera_prefix_cache_blocks_total", "Full blocks of the routed prompts.", &["role"])?;
+        let blocks =
+            make.counters("infera_prefix_cache_blocks_total", "Full blocks of the routed prompts.", &["role"])?;
         let prompt_seconds = Histogram::with_opts(
             HistogramOpts::new("infera_router_prompt_seconds", "Seconds spent on turning a body into block hashes.")
                 .buckets(PROMPT_BUCKETS_SECONDS.to_vec()),
@@ -251,12 +252,8 @@ impl TargetHandles {
             by_target.clear();
         }
         let record = &target.worker.record;
-        let handles = metrics.target(
-            &record.model_name,
-            &target.worker.id,
-            &target.route_key,
-            record.disagg_mode.as_str(),
-        );
+        let handles =
+            metrics.target(&record.model_name, &target.worker.id, &target.route_key, record.disagg_mode.as_str());
         by_target.entry(target.id).or_insert(Rc::new(handles)).clone()
     }
 }

@@ -163,8 +163,14 @@ mod tests {
     #[test]
     fn usage_is_found_wherever_the_payload_is_cut() {
         check(r#"{"id":"x","usage":{"prompt_tokens":12,"completion_tokens":3,"total_tokens":15}}"#, Some((12, 3)));
-        check("data: {\"usage\": null}\n\ndata: {\"choices\":[],\"usage\" : {\"prompt_tokens\":7}}\n\ndata: [DONE]\n\n", Some((7, 0)));
-        check(r#"{"usage":{"input_tokens":5,"output_tokens":6,"prompt_tokens_details":{"cached_tokens":4}}}"#, Some((5, 6)));
+        check(
+            "data: {\"usage\": null}\n\ndata: {\"choices\":[],\"usage\" : {\"prompt_tokens\":7}}\n\ndata: [DONE]\n\n",
+            Some((7, 0)),
+        );
+        check(
+            r#"{"usage":{"input_tokens":5,"output_tokens":6,"prompt_tokens_details":{"cached_tokens":4}}}"#,
+            Some((5, 6)),
+        );
         check("data: {\"usage\":{\"prompt_tokens\":1}}\n\ndata: {\"usage\":{\"prompt_tokens\":2}}\n\n", Some((2, 0)));
     }
 

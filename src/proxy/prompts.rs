@@ -138,8 +138,7 @@ fn hash_all(
             None => prompt::tokens_without_tokenizer(endpoint, body)?,
         };
         let sizes = wanted.iter().filter(|other| other.rules == want.rules).map(|other| other.block_size);
-        let by_block_size =
-            sizes.map(|size| (size, Arc::from(prompt_blocks(&prompt.ids, size as usize)))).collect();
+        let by_block_size = sizes.map(|size| (size, Arc::from(prompt_blocks(&prompt.ids, size as usize)))).collect();
         prompts.0.push(HashedPrompt { rules: want.rules, by_block_size });
     }
     Ok(prompts)

@@ -96,14 +96,17 @@ fn what_is_no_image_is_none() {
 
 #[test]
 fn escaped_references_name_the_same_image() {
-    let plain = r#"{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,a/b+c"}}]}]}"#;
-    let escaped = r#"{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:image\/png;base64,a\/b\u002bc"}}]}]}"#;
+    let plain =
+        r#"{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,a/b+c"}}]}]}"#;
+    let escaped =
+        r#"{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:image\/png;base64,a\/b\u002bc"}}]}]}"#;
     assert_eq!(facts(plain), facts(escaped));
 }
 
 #[test]
 fn a_request_of_thousands_of_images_keeps_a_bounded_list() {
-    let parts: Vec<String> = (0..5_000).map(|i| format!(r#"{{"type":"image_url","image_url":{{"url":"u{i}"}}}}"#)).collect();
+    let parts: Vec<String> =
+        (0..5_000).map(|i| format!(r#"{{"type":"image_url","image_url":{{"url":"u{i}"}}}}"#)).collect();
     let facts = facts(&format!(r#"{{"messages":[{{"content":[{}]}}]}}"#, parts.join(",")));
     assert_eq!(facts.images.len(), IMAGES_PER_REQUEST_MAX);
     assert_eq!(facts.images[0], ImageKey::of_reference("u0").unwrap());
@@ -129,7 +132,9 @@ fn anthropic_hints() {
     let marked = |place: &str, mark: &str| match place {
         "system" => format!(r#"{{"system":[{{"type":"text","text":"s","cache_control":{mark}}}]}}"#),
         "tools" => format!(r#"{{"tools":[{{"name":"t","input_schema":{{}},"cache_control":{mark}}}]}}"#),
-        _ => format!(r#"{{"messages":[{{"role":"user","content":[{{"type":"text","text":"m","cache_control":{mark}}}]}}]}}"#),
+        _ => format!(
+            r#"{{"messages":[{{"role":"user","content":[{{"type":"text","text":"m","cache_control":{mark}}}]}}]}}"#
+        ),
     };
     for place in ["system", "tools", "messages"] {
         check_retention(&marked(place, r#"{"type":"ephemeral"}"#), Retention::Short);

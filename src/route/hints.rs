@@ -113,7 +113,8 @@ mod tests {
 
     #[test]
     fn long_doubles_the_weight_and_an_explicit_none_divides_it_by_ten() {
-        let factors = [Retention::Long, Retention::Short, Retention::Unsaid, Retention::None].map(Retention::weight_factor);
+        let factors =
+            [Retention::Long, Retention::Short, Retention::Unsaid, Retention::None].map(Retention::weight_factor);
         assert_eq!(factors, [2.0, 1.0, 1.0, 0.1]);
     }
 

@@ -154,8 +154,14 @@ mod tests {
     #[test]
     fn a_key_is_the_hash_of_the_trimmed_reference() {
         assert_eq!(ImageKey::of_reference(" https://host/cat.png\n"), ImageKey::of_reference("https://host/cat.png"));
-        assert_ne!(ImageKey::of_reference("data:image/png;base64,AAAA"), ImageKey::of_reference("data:image/png;base64,AAAB"));
-        assert_eq!(ImageKey::of_reference("https://host/cat.png").map(ImageKey::get), Some(xxh3_64(b"https://host/cat.png")));
+        assert_ne!(
+            ImageKey::of_reference("data:image/png;base64,AAAA"),
+            ImageKey::of_reference("data:image/png;base64,AAAB")
+        );
+        assert_eq!(
+            ImageKey::of_reference("https://host/cat.png").map(ImageKey::get),
+            Some(xxh3_64(b"https://host/cat.png"))
+        );
         assert_eq!(ImageKey::of_reference("  \t"), None);
     }
 

@@ -105,7 +105,12 @@ fn chunked_request_bodies_and_expect_are_understood_and_pipelined_requests_answe
 
     let mut pipelined = Vec::new();
     for number in 0..5 {
-        pipelined.extend(client::request("POST", "/v1/completions", "", format!(r#"{{"model":"m","n":{number}}}"#).as_bytes()));
+        pipelined.extend(client::request(
+            "POST",
+            "/v1/completions",
+            "",
+            format!(r#"{{"model":"m","n":{number}}}"#).as_bytes(),
+        ));
     }
     connection.send(&pipelined);
     for number in 0..5 {

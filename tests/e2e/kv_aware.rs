@@ -94,7 +94,15 @@ fn the_second_request_with_a_long_prefix_goes_where_the_prefix_is_and_stores_not
         let hits = router.metric_sum("infera_prefix_cache_blocks_hit_total");
         let cached: u64 = engines.iter().map(|engine| engine.state().totals().cached_tokens).sum();
         assert_eq!(hits as u64, cached.div_ceil(16), "{style:?}");
-        router.logged(&["pick", "policy=\"kv-aware\"", "role=\"mixed\"", "cache_hits=", "request_blocks=", "active_blocks=", "w_overlap="]);
+        router.logged(&[
+            "pick",
+            "policy=\"kv-aware\"",
+            "role=\"mixed\"",
+            "cache_hits=",
+            "request_blocks=",
+            "active_blocks=",
+            "w_overlap=",
+        ]);
         router.wait_for_rest();
     }
 }
@@ -125,10 +133,8 @@ fn evictions_and_clears_take_their_credit_away() {
 fn ranks_of_one_worker_are_targets_of_their_own() {
     let tokenizer = tokenizer();
     let engines = [Engine::start(EngineConfig { dp_size: 2, ..EngineConfig::default() }).unwrap()];
-    let router = router()
-        .engine(&engines[0])
-        .args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()])
-        .ready();
+    let router =
+        router().engine(&engines[0]).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
     wait_for_feeds(&router, 2);
     let (alpha, beta) = (chat(&long_prefix("alpha")), chat(&long_prefix("beta")));
     for prompt in [&alpha, &beta] {
@@ -140,7 +146,8 @@ fn ranks_of_one_worker_are_targets_of_their_own() {
     }
     wait_for_mirror(&router, &engines);
     let id = engines[0].worker_id();
-    let of_rank = |rank: u32| router.json(&format!("/v1/admin/cache-view/{id}?dp_rank={rank}"))["block_count"].as_u64().unwrap();
+    let of_rank =
+        |rank: u32| router.json(&format!("/v1/admin/cache-view/{id}?dp_rank={rank}"))["block_count"].as_u64().unwrap();
     assert!(of_rank(0) > 0 && of_rank(1) > 0);
     assert_eq!(of_rank(0) + of_rank(1), block_count(&router, &engines[0]));
     assert_eq!(router.get(&format!("/v1/admin/cache-view/{id}?dp_rank=2")).status, 404);
@@ -170,10 +177,8 @@ fn without_a_tokenizer_token_ids_still_find_their_prefix() {
 fn b29_trouble_with_a_prompt_is_never_an_error_of_the_router() {
     let tokenizer = tokenizer();
     let engine = engine(EngineStyle::Vllm, 4096);
-    let router = router()
-        .engine(&engine)
-        .args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()])
-        .ready();
+    let router =
+        router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
     for body in [
         r#"{"model":"demo"}"#,
         r#"{"model":"demo","messages":"no list"}"#,
@@ -194,10 +199,8 @@ fn b29_trouble_with_a_prompt_is_never_an_error_of_the_router() {
 fn b58_long_prompts_do_not_hold_up_the_shard() {
     let tokenizer = tokenizer();
     let engine = engine(EngineStyle::Vllm, 65_536);
-    let router = router()
-        .engine(&engine)
-        .args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()])
-        .ready();
+    let router =
+        router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
     wait_for_feeds(&router, 1);
     let text: String = (0..40_000).map(|number| format!("word{} ", number * 7919 % 10_007)).collect();
     let address = router.address;

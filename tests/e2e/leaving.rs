@@ -34,7 +34,12 @@ fn b05_the_worker_is_left_within_a_second_in_every_phase() {
             });
             let router = router().worker(worker.address).ready();
             let mut connection = Connection::open(router.address);
-            connection.send(&client::request("POST", "/v1/chat/completions", "", br#"{"model":"m","stream":true,"prompt":[1]}"#));
+            connection.send(&client::request(
+                "POST",
+                "/v1/chat/completions",
+                "",
+                br#"{"model":"m","stream":true,"prompt":[1]}"#,
+            ));
             wait_until("the worker has the request", || worker.requests() == 1);
             if phase != "waiting for the head" {
                 connection.head().unwrap();

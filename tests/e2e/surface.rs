@@ -160,7 +160,10 @@ fn command_lines_that_cannot_work_are_refused_with_every_reason() {
     refused(&["--worker", "https://h:1,model=m"], &["TLS"]);
     refused(&["--worker", "http://h:1,modle=m"], &["modle"]);
     refused(&["--discovery-backend", "kubernetes"], &["kubernetes", "etcd"]);
-    refused(&["--request-transport", "nats", "--kv-event-transport", "nats"], &["--request-transport", "--kv-event-transport"]);
+    refused(
+        &["--request-transport", "nats", "--kv-event-transport", "nats"],
+        &["--request-transport", "--kv-event-transport"],
+    );
     let dead = format!("http://{},model=m", dead_address());
     refused(&["--worker", &dead, "--router-tokenizer-path", "/does/not/exist"], &["/does/not/exist"]);
 }

@@ -253,9 +253,10 @@ fn agrees_with_a_naive_model() {
                     let candidates: Vec<u64> = (1..5).filter(|_| random.random_bool(0.8)).collect();
                     let choice = random.random_range(1..5);
                     let busy = held.iter().any(|(other, ..)| *other == session);
-                    let known = model.get(&session).copied().filter(|entry| {
-                        candidates.contains(&entry.target) && (busy || now - entry.used_s < TTL_S)
-                    });
+                    let known = model
+                        .get(&session)
+                        .copied()
+                        .filter(|entry| candidates.contains(&entry.target) && (busy || now - entry.used_s < TTL_S));
                     let entry = known.unwrap_or_else(|| {
                         bindings += 1;
                         Entry { target: choice, binding: bindings, bound: false, used_s: now }

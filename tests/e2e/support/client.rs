@@ -58,7 +58,9 @@ impl Connection {
     pub fn head(&mut self) -> std::io::Result<(u16, Vec<(String, String)>)> {
         let status_line = self.line()?;
         let status = status_line.split(' ').nth(1).and_then(|code| code.parse().ok());
-        let Some(status) = status else { return Err(std::io::Error::other(format!("not a status line: {status_line:?}"))) };
+        let Some(status) = status else {
+            return Err(std::io::Error::other(format!("not a status line: {status_line:?}")));
+        };
         let mut headers = Vec::new();
         loop {
             let line = self.line()?;

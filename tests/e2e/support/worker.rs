@@ -57,10 +57,7 @@ pub fn worker(script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Syn
     worker_at("127.0.0.1:0", script)
 }
 
-pub fn worker_at(
-    bind: &str,
-    script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Sync + 'static,
-) -> Worker {
+pub fn worker_at(bind: &str, script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Sync + 'static) -> Worker {
     let listener = TcpListener::bind(bind).expect("bind");
     let address = listener.local_addr().expect("an address");
     let state = Arc::new(State {
