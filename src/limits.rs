@@ -53,7 +53,10 @@ pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
 pub const ENGINE_ANSWER_BYTES_MAX: usize = 8 << 20;
 
 /// Questions that discovery has open at engines at a time.
-pub const ENGINE_QUESTIONS_MAX: usize = 64;
+pub const ENGINE_QUESTIONS_MAX: usize = 256;
+
+/// Threads that wait for the resolver or the workers file.
+pub const DISCOVERY_BLOCKING_THREADS: usize = 32;
 
 /// Messages between discovery's tasks; a full queue slows the sender.
 pub const DISCOVERY_QUEUE_MESSAGES: usize = 256;

@@ -26,7 +26,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 fn main() -> ExitCode {
     let result = match config::parse(std::env::args_os()) {
         Ok(Invocation::Serve(config)) => serve(&config),
-        Ok(Invocation::Inspect(InspectCommand::Prompt(arguments))) => inspect::prompt::run(&arguments),
+        Ok(Invocation::Inspect(InspectCommand::Prompt(arguments))) => inspect::prompt::run(arguments),
         Ok(Invocation::Inspect(InspectCommand::Events(arguments))) => inspect::events::run(&arguments),
         Err(refusal) => {
             refusal.print();
@@ -136,13 +136,11 @@ fn load_prompter(config: &Config) -> anyhow::Result<Option<Arc<Prompter>>> {
         return Ok(None);
     }
     let Some(path) = &config.tokenizer_path else {
-        warn!(
-            "no --router-tokenizer-path: text prompts are routed by load alone, prompts of token ids by their prefix"
-        );
+        // Said among the warnings of the configuration.
         return Ok(None);
     };
-    let options = PrompterOptions { chat_template_kwargs: config.chat_template_kwargs.clone(), ..Default::default() };
-    let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;
+    let prompter =
+        Prompter::load(path, PrompterOptions::default()).with_context(|| format!("cannot load {}", path.display()))?;
     info!(path = %path.display(), "tokenizer loaded");
     Ok(Some(Arc::new(prompter)))
 }

@@ -189,6 +189,99 @@ fn an_unregistered_block_size_is_learned_and_a_wrong_one_is_counted() {
     wait_depth(&ingest, "a:1", &prompt, 4);
 }
 
+/// Five batches, one block each; `lost` are not sent live.
+fn send_with_losses(publisher: &Publisher, prompt: &[u32], from: u64, lost: &[u64]) -> Vec<(u64, Vec<u8>)> {
+    let mut all = Vec::new();
+    for at in 0..5 {
+        let event = Event::Store { tokens: &prompt[..(at + 1) * BLOCK_SIZE], from: at };
+        all.push((at as u64, batch(&[event], None)));
+    }
+    for (sequence, payload) in all.iter().filter(|(sequence, _)| *sequence >= from && !lost.contains(sequence)) {
+        publisher.send_as(*sequence, payload);
+    }
+    all
+}
+
+#[test]
+fn lost_batches_are_replayed_and_nothing_is_forgotten() {
+    for with_topic in [false, true] {
+        let context = zmq::Context::new();
+        let prompt = tokens(1, 5);
+        let mut publisher = Publisher::new(&context);
+        let buffer = send_with_losses(&publisher, &prompt, 0, &[]);
+        let server = ReplayServer::start(&context, buffer, with_topic);
+        let ingest = start();
+        let mut worker = worker("a:1", Some(&publisher.endpoint));
+        worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
+        ingest.fleet_updates.send(vec![worker]);
+        publisher = publisher.subscribed();
+        send_with_losses(&publisher, &prompt, 0, &[1, 2]);
+        wait_depth(&ingest, "a:1", &prompt, 5);
+        let counts = |status: &infera_router::index::RankStatus| {
+            (status.resets.get(), status.batches_lost.get(), status.batches_replayed.get(), status.batches.get())
+        };
+        assert_eq!(status(&ingest, "a:1", 0, counts), (0, 0, 2, 5), "each batch once");
+        assert!(ingest.stop());
+        assert_eq!(server.stop(), [1]);
+    }
+}
+
+/// The router comes when the engine is at its fourth batch: the first three are asked for.
+#[test]
+fn a_late_router_recovers_by_replay() {
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    let mut publisher = Publisher::new(&context);
+    let server = ReplayServer::start(&context, send_with_losses(&publisher, &prompt, 0, &[]), true);
+    let ingest = start();
+    // Address and replay socket become known one after the other, without a new registration.
+    let mut worker = worker("a:1", None);
+    ingest.fleet_updates.send(vec![worker.clone()]);
+    wait_until("the worker", || !ingest.view.load().fleet.targets.is_empty());
+    let target = ingest.view.load().fleet.targets[0].id;
+    worker.record.kv_events_endpoint = Some(publisher.endpoint.clone());
+    ingest.fleet_updates.send(vec![worker.clone()]);
+    publisher = publisher.subscribed();
+    worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
+    let updates = ingest.stats.fleet_updates.get();
+    ingest.fleet_updates.send(vec![worker]);
+    wait_until("the update", || ingest.stats.fleet_updates.get() > updates);
+    send_with_losses(&publisher, &prompt, 3, &[]);
+    wait_depth(&ingest, "a:1", &prompt, 5);
+    assert_eq!(ingest.view.load().fleet.targets[0].id, target);
+    assert_eq!(status(&ingest, "a:1", 0, |status| status.batches_replayed.get()), 3);
+    drop(ingest);
+    assert_eq!(server.stop(), [0]);
+}
+
+/// The engine's buffer begins after the gap, or nobody answers: the rank starts again from what it still gets.
+#[test]
+fn a_replay_that_cannot_help_resets() {
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    for answers in [true, false] {
+        let mut publisher = Publisher::new(&context);
+        let late = send_with_losses(&publisher, &prompt, 0, &[]).split_off(3);
+        let server = answers.then(|| ReplayServer::start(&context, late, true));
+        let ingest = start();
+        let mut worker = worker("a:1", Some(&publisher.endpoint));
+        // Port 9 (discard) of the loopback: nobody listens there.
+        worker.record.kv_replay_endpoint =
+            Some(server.as_ref().map_or("tcp://127.0.0.1:9".to_owned(), |server| server.endpoint.clone()));
+        ingest.fleet_updates.send(vec![worker]);
+        publisher = publisher.subscribed();
+        send_with_losses(&publisher, &prompt, 0, &[1, 2, 3]);
+        wait_until("the reset", || status(&ingest, "a:1", 0, |status| status.resets.get()) == 1);
+        wait_until("what is left waits for its parents", || {
+            status(&ingest, "a:1", 0, |status| (status.visible_blocks.get(), status.orphans_waiting.get()))
+                == (0, if answers { 2 } else { 1 })
+        });
+        assert_eq!(status(&ingest, "a:1", 0, |status| status.batches_lost.get()), if answers { 2 } else { 3 });
+        assert!(ingest.stop());
+        server.map(ReplayServer::stop);
+    }
+}
+
 /// Many threads book and release at random; at every moment the load is at least what is booked, and at rest it is 0.
 #[test]
 fn the_ledger_is_exact_at_rest_and_counts_shared_blocks_once() {

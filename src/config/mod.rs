@@ -3,7 +3,6 @@
 
 pub mod cli;
 mod effective;
-pub mod inspect;
 mod validate;
 mod worker_argument;
 
@@ -17,7 +16,6 @@ use clap::{CommandFactory, FromArgMatches};
 use crate::discovery::DiscoveryConfig;
 use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
-pub use inspect::{EventsArgs, PromptArgs};
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;

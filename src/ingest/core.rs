@@ -1,7 +1,6 @@
 //! The ingest core's loop: events, the load ledger, fleet changes and publication, all on one thread. Sleeps while nothing
 //! happens; never waits for a shard, and frees what shards have let go.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -9,11 +8,11 @@ use std::time::Instant;
 use super::doorbell::Inbox;
 use super::rank::RankState;
 use super::registry::Registry;
-use super::socket::{Subscription, rank_endpoint};
+use super::socket::{Subscription, rank_endpoint, receive};
 use super::{IngestConfig, IngestStats};
 use crate::events::decode::{self, Decoder};
 use crate::events::frame;
-use crate::events::sequence::Step;
+use crate::events::sequence::{Recovered, ReplayStep, Step};
 use crate::fleet::{DiscoveredWorker, Fleet, Slot};
 use crate::index::{RankStatus, SharedView, Tree, View};
 use crate::limits::EVENT_MESSAGES_PER_TURN;
@@ -41,6 +40,8 @@ pub(super) struct Core {
     retired: Vec<Arc<View>>,
     frames: Vec<zmq::Message>,
     subscriptions_opened: u64,
+    /// Slots whose lost batches have been asked for.
+    recovering: Vec<usize>,
 }
 
 /// What a poll item stands for.
@@ -48,6 +49,7 @@ pub(super) struct Core {
 enum Source {
     Events(usize),
     Monitor(usize),
+    Replay(usize),
 }
 
 impl Core {
@@ -70,6 +72,7 @@ impl Core {
             retired: Vec::new(),
             frames: Vec::new(),
             subscriptions_opened: 0,
+            recovering: Vec::new(),
         }
     }
 
@@ -85,11 +88,17 @@ impl Core {
                 match source {
                     Source::Events(slot) => self.drain_events(slot),
                     Source::Monitor(slot) => self.read_monitor(slot),
+                    Source::Replay(slot) => self.drain_replay(slot),
                 }
                 // A storm of events must not keep a booking from the other shards.
                 self.drain_ledger();
             }
-            let wait_ms = self.publish_if_due();
+            let replay_wait_ms = self.give_up_replays();
+            let publish_wait_ms = self.publish_if_due();
+            let wait_ms = match (publish_wait_ms, replay_wait_ms) {
+                (-1, other) | (other, -1) => other,
+                (publish, replay) => publish.min(replay),
+            };
             self.wait(wait_ms, &mut ready);
         }
         // A request that ends after this moment still finds the queue; nobody reads the counters any more.
@@ -101,7 +110,12 @@ impl Core {
         let mut items = vec![zmq::PollItem::from_fd(self.inbox.bell.descriptor(), zmq::POLLIN)];
         let mut sources = Vec::new();
         for (slot, rank) in self.ranks.iter().enumerate() {
-            let Some(subscription) = rank.as_ref().and_then(|rank| rank.subscription.as_ref()) else { continue };
+            let Some(rank) = rank else { continue };
+            if let Some(replay) = &rank.replay {
+                items.push(replay.as_poll_item(zmq::POLLIN));
+                sources.push(Source::Replay(slot));
+            }
+            let Some(subscription) = &rank.subscription else { continue };
             items.push(subscription.events.as_poll_item(zmq::POLLIN));
             sources.push(Source::Events(slot));
             items.push(subscription.monitor.as_poll_item(zmq::POLLIN));
@@ -138,7 +152,7 @@ impl Core {
             let mut frames = std::mem::take(&mut self.frames);
             let subscription =
                 self.ranks.get(slot).and_then(Option::as_ref).and_then(|rank| rank.subscription.as_ref());
-            let received = subscription.is_some_and(|subscription| subscription.receive(&mut frames));
+            let received = subscription.is_some_and(|subscription| receive(&subscription.events, &mut frames));
             if received {
                 self.on_message(slot, &frames);
             }
@@ -169,10 +183,110 @@ impl Core {
                 rank.status.batches_repeated.add(1);
                 return;
             }
-            // Without a replay socket the sequence rules never ask for one, nor hold anything.
-            Step::AskReplay { .. } | Step::Held => return,
+            Step::AskReplay { start, reset, .. } => {
+                if reset {
+                    self.reset(slot, 0);
+                }
+                self.ask_replay(slot, start);
+                return;
+            }
+            Step::Held => return,
         }
         self.apply(slot, live.payload);
+    }
+
+    fn ask_replay(&mut self, slot: usize, start: u64) {
+        let Some(rank) = self.ranks[slot].as_mut() else { return };
+        match rank.ask_replay(&self.context, start) {
+            Ok(()) => self.recovering.push(slot),
+            Err(error) => {
+                tracing::warn!(worker_id = %rank.status.worker_id, %error, "cannot ask for lost KV-event batches");
+                if let Some(recovered) = rank.sequence.on_replay_end() {
+                    self.end_replay(slot, recovered);
+                }
+            }
+        }
+    }
+
+    fn drain_replay(&mut self, slot: usize) {
+        for _ in 0..EVENT_MESSAGES_PER_TURN {
+            let mut frames = std::mem::take(&mut self.frames);
+            let socket = self.ranks.get(slot).and_then(Option::as_ref).and_then(|rank| rank.replay.as_ref());
+            let received = socket.is_some_and(|socket| receive(socket, &mut frames));
+            if received {
+                self.on_replay_message(slot, &frames);
+            }
+            self.frames = frames;
+            if !received {
+                break;
+            }
+        }
+        self.frames.clear();
+    }
+
+    fn on_replay_message(&mut self, slot: usize, frames: &[zmq::Message]) {
+        let now_ns = self.stats.now_ns();
+        let Some(rank) = self.ranks[slot].as_mut() else { return };
+        match frame::replay(frames) {
+            Err(_) => rank.status.messages_broken.add(1),
+            Ok(frame::Replay::End) => {
+                if let Some(recovered) = rank.sequence.on_replay_end() {
+                    self.end_replay(slot, recovered);
+                }
+            }
+            Ok(frame::Replay::Batch { sequence, payload }) => {
+                let step = rank.sequence.on_replay(sequence, now_ns);
+                if step == ReplayStep::Ignore {
+                    return;
+                }
+                rank.status.batches_replayed.add(1);
+                if let ReplayStep::ResetAndApply { lost } = step {
+                    self.reset(slot, lost);
+                }
+                self.apply(slot, payload);
+                let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished());
+                if let Some(recovered) = finished {
+                    self.end_replay(slot, recovered);
+                }
+            }
+        }
+    }
+
+    /// The replay is over, one way or the other: what was held back follows.
+    fn end_replay(&mut self, slot: usize, recovered: Recovered) {
+        if let Some(rank) = self.ranks[slot].as_mut() {
+            rank.replay = None;
+        }
+        if recovered.lost > 0 {
+            self.reset(slot, recovered.lost);
+        }
+        for batch in recovered.held {
+            self.apply(slot, &batch.payload);
+        }
+    }
+
+    /// Ends replays that make no progress; returns how long to sleep until the next one is due, ms (-1: none runs).
+    fn give_up_replays(&mut self) -> i64 {
+        if self.recovering.is_empty() {
+            return -1;
+        }
+        let now_ns = self.stats.now_ns();
+        let mut next_ns = u64::MAX;
+        for slot in std::mem::take(&mut self.recovering) {
+            let Some(rank) = self.ranks.get_mut(slot).and_then(Option::as_mut) else { continue };
+            if let Some(recovered) = rank.sequence.on_deadline(now_ns) {
+                tracing::warn!(worker_id = %rank.status.worker_id, "the replay of lost KV-event batches was not answered");
+                self.end_replay(slot, recovered);
+            } else if let Some(deadline_ns) = rank.sequence.deadline_ns() {
+                next_ns = next_ns.min(deadline_ns);
+                self.recovering.push(slot);
+            } else {
+                // Ended by a reset: the publisher began anew, or a second gap came.
+                rank.replay = None;
+            }
+        }
+        self.recovering.dedup();
+        if self.recovering.is_empty() { -1 } else { (next_ns.saturating_sub(now_ns) / 1_000_000 + 1) as i64 }
     }
 
     /// Forgets what a publisher has told. One that speaks for several ranks takes all of them along.
@@ -239,21 +353,36 @@ impl Core {
             }
             self.registry.release(slot);
         }
-        let joined: HashSet<&Name> = changes.joined.iter().collect();
         for id in &changes.joined {
             self.open_ranks(id);
         }
         self.ranks.truncate(self.registry.slot_bound());
-        for rank in self.ranks.iter_mut().flatten().filter(|rank| !joined.contains(&rank.status.worker_id)) {
-            if let Some(registration) = self.registry.get(&rank.status.worker_id) {
-                rank.set_registered_block_size(registration.worker.record.kv_block_size);
-            }
-        }
+        self.follow_records();
         self.statuses = (0..self.registry.slot_bound())
             .map(|slot| self.ranks.get(slot)?.as_ref().map(|rank| rank.status.clone()))
             .collect();
         self.is_fleet_changed = true;
         self.stats.fleet_updates.add(1);
+    }
+
+    /// Takes over what records have come to say without being a new registration: addresses and block sizes that were not
+    /// known before.
+    fn follow_records(&mut self) {
+        let mut late = Vec::new();
+        for rank in self.ranks.iter_mut().flatten() {
+            let Some(registration) = self.registry.get(&rank.status.worker_id) else { continue };
+            let record = &registration.worker.record;
+            if rank.status.endpoint.is_none() && record.kv_events_endpoint.is_some() && rank.status.rank == 0 {
+                late.push(registration.worker.id.clone());
+            }
+            rank.set_registered_block_size(record.kv_block_size);
+            let replay = record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+            rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, rank.status.rank)));
+        }
+        // Nothing was heard of these so far, so a fresh state loses nothing.
+        for id in late {
+            self.open_ranks(&id);
+        }
     }
 
     fn open_ranks(&mut self, id: &Name) {
@@ -262,14 +391,20 @@ impl Core {
         let slots: Vec<Slot> = registration.ranks.iter().map(|rank| rank.slot).collect();
         for (number, slot) in slots.iter().enumerate() {
             let number = number as u32;
-            let base = worker.record.kv_events_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+            let base = worker
+                .record
+                .kv_events_endpoint
+                .as_deref()
+                .filter(|endpoint| self.config.subscribe && !endpoint.is_empty());
             let endpoint = base.and_then(|base| rank_endpoint(base, number));
             if base.is_some() && endpoint.is_none() {
                 tracing::error!(worker_id = %id, rank = number, endpoint = ?base, "the rank has no event address; it is routed without cache knowledge");
             }
             let subscription = endpoint.as_deref().and_then(|endpoint| self.subscribe(id, endpoint));
             let status = RankStatus::new(id.clone(), worker.generation, number, *slot, endpoint);
-            let rank = RankState::new(status, subscription, slots.len() as u32, worker.record.kv_block_size);
+            let mut rank = RankState::new(status, subscription, slots.len() as u32, worker.record.kv_block_size);
+            let replay = worker.record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+            rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, number)));
             let at = slot.0 as usize;
             if self.ranks.len() <= at {
                 self.ranks.resize_with(at + 1, || None);

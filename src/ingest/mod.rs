@@ -25,13 +25,15 @@ use crate::load::LedgerSink;
 pub struct IngestConfig {
     /// CPU that the core is pinned to; `None` leaves it to the scheduler.
     pub cpu: Option<usize>,
+    /// Whether to listen to KV events at all; a policy that does not look at the cache needs none.
+    pub subscribe: bool,
     /// Shortest time between two publications. After a quiet time a change is published at once.
     pub publish_interval: Duration,
 }
 
 impl Default for IngestConfig {
     fn default() -> Self {
-        Self { cpu: None, publish_interval: Duration::from_millis(1) }
+        Self { cpu: None, subscribe: true, publish_interval: Duration::from_millis(1) }
     }
 }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::socket::Subscription;
+use super::socket::{self, Subscription};
 use crate::events::Event;
 use crate::events::decode::Decoder;
 use crate::events::sequence::Sequence;
@@ -15,6 +15,10 @@ pub(super) struct RankState {
     pub sequence: Sequence,
     /// Absent where the worker names no publisher, or one that cannot be subscribed to.
     pub subscription: Option<Subscription>,
+    /// Where lost batches may be asked for.
+    replay_endpoint: Option<String>,
+    /// The socket of a replay that runs.
+    pub replay: Option<zmq::Socket>,
     /// Number of ranks of the worker; above 1 a batch may name another rank than the socket's.
     pub rank_count: u32,
     registered_block_size: Option<u32>,
@@ -36,6 +40,8 @@ impl RankState {
             status: Arc::new(status),
             sequence: Sequence::new(false),
             subscription,
+            replay_endpoint: None,
+            replay: None,
             rank_count,
             registered_block_size: registered_block_size.filter(|size| *size > 0),
             is_mismatch_logged: false,
@@ -47,6 +53,20 @@ impl RankState {
     /// The record changed in place: what was not known of the block size may be known now.
     pub fn set_registered_block_size(&mut self, size: Option<u32>) {
         self.registered_block_size = size.filter(|size| *size > 0);
+    }
+
+    /// Tells where lost batches may be asked for, if anywhere.
+    pub fn set_replay_endpoint(&mut self, endpoint: Option<String>) {
+        self.sequence.set_can_replay(endpoint.is_some());
+        self.replay_endpoint = endpoint;
+    }
+
+    /// Asks the publisher's replay socket for everything from `start` on.
+    pub fn ask_replay(&mut self, context: &zmq::Context, start: u64) -> Result<(), zmq::Error> {
+        let endpoint = self.replay_endpoint.as_deref().ok_or(zmq::Error::ENOTCONN)?;
+        self.replay = Some(socket::ask_replay(context, endpoint, start)?);
+        tracing::info!(worker_id = %self.status.worker_id, rank = self.status.rank, start, "lost KV-event batches are asked for");
+        Ok(())
     }
 
     pub fn is_fed_by(&self, slot: usize) -> bool {

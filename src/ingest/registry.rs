@@ -185,13 +185,13 @@ impl Registry {
 }
 
 /// Whether a new record is the same registration: then the engine's cache, and so the mirror, is the same. What was not known
-/// before and is now (a static worker's model and block size are asked for) changes nothing.
+/// before and is now (a static worker is asked for its model, block size and event address) changes nothing.
 fn is_same_registration(known: &WorkerRecord, new: &WorkerRecord) -> bool {
     fn agrees<T: PartialEq>(known: Option<T>, new: Option<T>) -> bool {
         known.is_none() || new.is_none() || known == new
     }
     let model = |record: &WorkerRecord| (!record.model_name.is_empty()).then(|| record.model_name.clone());
-    known.kv_events_endpoint == new.kv_events_endpoint
+    (known.kv_events_endpoint.is_none() || known.kv_events_endpoint == new.kv_events_endpoint)
         && known.rank_count() == new.rank_count()
         && known.dp_rank == new.dp_rank
         && agrees(known.kv_block_size, new.kv_block_size)
@@ -199,27 +199,22 @@ fn is_same_registration(known: &WorkerRecord, new: &WorkerRecord) -> bool {
 }
 
 fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Worker {
-    let (authority, base_path) = split_url(&discovered.record.url);
+    let record = discovered.record;
+    let (authority, base_path, fault) = match record.endpoint() {
+        Ok(url) => (url.authority, url.base_path, None),
+        Err(error) => (String::new(), String::new(), Some(error.to_string())),
+    };
     let state = match discovered.state {
-        WorkerState::Active if !discovered.record.is_active() => WorkerState::Inactive,
-        WorkerState::Active if discovered.record.model_name.is_empty() => {
-            WorkerState::Pending("model name not known yet".to_owned())
-        }
-        WorkerState::Active if discovered.address.is_none() => {
-            WorkerState::Pending("address does not resolve".to_owned())
-        }
+        WorkerState::Active if !record.is_active() => WorkerState::Inactive,
+        WorkerState::Active => match fault {
+            Some(fault) => WorkerState::Pending(fault),
+            None if record.model_name.is_empty() => WorkerState::Pending("model name not known yet".to_owned()),
+            None if discovered.address.is_none() => WorkerState::Pending("address does not resolve".to_owned()),
+            None => WorkerState::Active,
+        },
         state => state,
     };
-    Worker { id, generation, record: discovered.record, address: discovered.address, authority, base_path, state }
-}
-
-/// `host:port` and path (without a trailing slash) of a base URL.
-fn split_url(url: &str) -> (String, String) {
-    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
-    match rest.find('/') {
-        Some(at) => (rest[..at].to_owned(), rest[at..].trim_end_matches('/').to_owned()),
-        None => (rest.to_owned(), String::new()),
-    }
+    Worker { id, generation, record, address: discovered.address, authority, base_path, state }
 }
 
 #[cfg(test)]

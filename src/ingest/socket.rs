@@ -2,6 +2,7 @@
 
 use zmq::SocketEvent;
 
+use crate::events::frame;
 use crate::limits::{EVENT_FRAMES_MAX, EVENT_MESSAGE_BYTES_MAX};
 
 /// First wait before a new connection attempt, and the cap that it doubles up to, ms.
@@ -78,20 +79,30 @@ impl Subscription {
         }
         last
     }
+}
 
-    /// Reads one message, if there is one, into `frames`. Frames beyond the bound are read and dropped, and counted by the
-    /// length of `frames` being past what any message form has.
-    pub fn receive(&self, frames: &mut Vec<zmq::Message>) -> bool {
-        frames.clear();
-        loop {
-            let Ok(frame) = self.events.recv_msg(zmq::DONTWAIT) else { return !frames.is_empty() };
-            let has_more = frame.get_more();
-            if frames.len() < EVENT_FRAMES_MAX {
-                frames.push(frame);
-            }
-            if !has_more {
-                return true;
-            }
+/// A DEALER socket that has asked for every batch from `start` on. The engine answers when it next looks, which may take
+/// it a tenth of a second.
+pub(super) fn ask_replay(context: &zmq::Context, endpoint: &str, start: u64) -> Result<zmq::Socket, zmq::Error> {
+    let socket = context.socket(zmq::DEALER)?;
+    configure(&socket)?;
+    socket.connect(endpoint)?;
+    socket.send_multipart(frame::replay_request(start), zmq::DONTWAIT)?;
+    Ok(socket)
+}
+
+/// Reads one message, if there is one, into `frames`. Frames beyond the bound, which is past what any message form has, are
+/// read and dropped.
+pub(super) fn receive(socket: &zmq::Socket, frames: &mut Vec<zmq::Message>) -> bool {
+    frames.clear();
+    loop {
+        let Ok(frame) = socket.recv_msg(zmq::DONTWAIT) else { return !frames.is_empty() };
+        let has_more = frame.get_more();
+        if frames.len() < EVENT_FRAMES_MAX {
+            frames.push(frame);
+        }
+        if !has_more {
+            return true;
         }
     }
 }

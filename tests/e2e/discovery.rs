@@ -3,7 +3,7 @@
 use loadgen::engine::register::{EtcdTarget, Registration};
 use loadgen::engine::{Engine, EngineConfig};
 
-use crate::support::etcd::Etcd;
+use crate::etcd::Etcd;
 use crate::support::router::router;
 use crate::support::wait_until;
 
@@ -27,11 +27,11 @@ fn engines_registered_in_etcd_come_and_go_and_outlive_an_etcd_that_is_away() {
     wait_until("one engine is left", || active() == 1);
 
     // Without etcd the last set is served.
-    etcd.pause();
+    etcd.freeze();
     for _ in 0..5 {
         assert_eq!(router.post("/v1/chat/completions", body).status, 200);
     }
-    etcd.resume();
+    etcd.thaw();
     leases.push(Registration::start(target(), vec![engines[1].registration()]).unwrap());
     wait_until("both engines are back", || active() == 2);
     router.wait_for_rest();

@@ -49,7 +49,10 @@ fn b05_the_worker_is_left_within_a_second_in_every_phase() {
             }
             let left = Instant::now();
             let kept = match way {
-                "close" => None,
+                "close" => {
+                    drop(connection);
+                    None
+                }
                 "reset" => {
                     reset(connection);
                     None
@@ -93,12 +96,12 @@ fn b32_load_is_zero_after_500_requests_aborted_at_random_moments() {
         1 => conversation.json(500, "{}"),
         _ => Then::Close,
     });
-    let router = router().worker(steady.address).worker(failing.address).args(&["--shards", "2"]).ready();
+    let router = router().worker(steady.address).worker(failing.address).shards(2).ready();
     let threads: Vec<_> = (0..10)
         .map(|thread| {
             let address = router.address;
             std::thread::spawn(move || {
-                let mut random = seed ^ (thread + 1) * 0x9e37_79b9_7f4a_7c15;
+                let mut random = seed ^ (thread + 1_u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
                 let mut next = move |bound: u64| {
                     random ^= random << 13;
                     random ^= random >> 7;

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use rustix::process::Signal;
 
 use crate::support::client::{self, Connection};
-use crate::support::router::router;
+use crate::support::router::{router, router_without_io_uring};
 use crate::support::wait_until;
 use crate::support::worker::{json_worker, worker};
 
@@ -67,17 +67,12 @@ fn the_driver_in_use_is_told_and_epoll_is_a_working_fallback() {
     uring.logged(&["listening", "driver"]);
     assert_eq!(uring.metric_sum("infera_router_io_driver"), 1.0);
 
-    let fallback = router().round_robin().worker(worker.address).env("MONOIO_FORCE_LEGACY_DRIVER", "1").ready();
+    let fallback = router_without_io_uring().round_robin().worker(worker.address).ready();
     fallback.logged(&["io_uring", "kernel.io_uring_disabled", "seccomp"]);
     fallback.logged(&["listening", "driver=\"epoll\""]);
     assert_eq!(fallback.post("/v1/completions", r#"{"model":"m"}"#).text(), r#"{"ok":1}"#);
 
-    let output = router()
-        .round_robin()
-        .worker(worker.address)
-        .args(&["--require-io-uring"])
-        .env("MONOIO_FORCE_LEGACY_DRIVER", "1")
-        .output();
+    let output = router_without_io_uring().round_robin().worker(worker.address).args(&["--require-io-uring"]).output();
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("kernel.io_uring_disabled"));
 }
@@ -85,9 +80,9 @@ fn the_driver_in_use_is_told_and_epoll_is_a_working_fallback() {
 #[test]
 fn a_port_in_use_is_a_clear_error() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = taken.local_addr().unwrap().port().to_string();
+    let port = taken.local_addr().unwrap().port();
     let worker = json_worker("{}");
-    let output = router().round_robin().worker(worker.address).args(&["--port", &port]).output();
+    let output = router().round_robin().worker(worker.address).port(port).output();
     assert!(!output.status.success());
-    assert!(String::from_utf8_lossy(&output.stderr).contains(&port));
+    assert!(String::from_utf8_lossy(&output.stderr).contains(&port.to_string()));
 }

@@ -2,8 +2,11 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
+#[path = "../support/etcd.rs"]
+mod etcd;
 mod support;
 
+mod discovery;
 mod failures;
 mod forwarding;
 mod kv_aware;

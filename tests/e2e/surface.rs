@@ -82,13 +82,11 @@ fn errors_have_the_shape_of_openai() {
     check("POST", "/v1/chat/completions", r#"{"model":"nope","messages":[]}"#, 404, "model_not_found", "m");
     check("POST", "/v1/chat/completions", "{\"model\":\"m\",\n oops", 400, "bad_request", "line 2");
     check("POST", "/v1/completions", "", 400, "bad_request", "");
-    check("POST", "/v1/completions", "[1,2]", 400, "bad_request", "");
-    check("GET", "/v1/unheard-of/x", "", 200, "", "");
     check("GET", "/nothing", "", 404, "not_found", "/nothing");
     check("GET", "/v1/admin/cache-view/nobody:1", "", 503, "no_worker_available", "kv-aware");
     let answer = check("DELETE", "/v1/chat/completions", "", 405, "method_not_allowed", "POST");
     assert_eq!(answer.header("allow"), Some("POST"));
-    assert_eq!(worker.requests(), 1, "only the forwarded path reached the worker");
+    assert_eq!(worker.requests(), 0, "nothing of this is for a worker");
 }
 
 #[test]
@@ -135,11 +133,8 @@ fn cache_view_knows_its_workers_and_no_others() {
 #[test]
 fn ipv6_on_both_sides() {
     let worker = worker_at("[::1]:0", |_, conversation| conversation.json(200, r#"{"six":true}"#));
-    let router = router()
-        .args(&["--host", "::1"])
-        .round_robin()
-        .args(&["--worker", &format!("http://{},model=m", worker.address)])
-        .ready();
+    let router =
+        router().host("::1").round_robin().args(&["--worker", &format!("http://{},model=m", worker.address)]).ready();
     assert!(router.address.is_ipv6());
     assert_eq!(router.post("/v1/completions", r#"{"model":"m"}"#).text(), r#"{"six":true}"#);
     assert_eq!(worker.seen()[0].header("host"), Some(worker.address.to_string().as_str()));

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use infera_router::fleet::{DiscoveredWorker, WorkerState};
@@ -131,6 +132,58 @@ impl Publisher {
 
     pub fn send_frames(&self, frames: &[&[u8]]) {
         self.socket.send_multipart(frames, 0).unwrap();
+    }
+}
+
+/// A replay socket as engines have it: a ROUTER that answers from its buffer and looks at requests only now and then.
+pub struct ReplayServer {
+    pub endpoint: String,
+    stop: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<Vec<u64>>>,
+}
+
+impl ReplayServer {
+    /// `buffer`: sequence numbers and payloads, oldest first. `with_topic`: the newer form of the answers.
+    pub fn start(context: &zmq::Context, buffer: Vec<(u64, Vec<u8>)>, with_topic: bool) -> Self {
+        let socket = context.socket(zmq::ROUTER).unwrap();
+        socket.set_linger(0).unwrap();
+        socket.bind("tcp://127.0.0.1:*").unwrap();
+        let endpoint = socket.get_last_endpoint().unwrap().unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let flag = stop.clone();
+        let thread = std::thread::spawn(move || {
+            let mut asked = Vec::new();
+            while !flag.load(Ordering::Relaxed) {
+                if socket.poll(zmq::POLLIN, 20).unwrap() == 0 {
+                    continue;
+                }
+                let request = socket.recv_multipart(0).unwrap();
+                assert_eq!((request.len(), request[1].len(), request[2].len()), (3, 0, 8), "{request:?}");
+                let start = u64::from_be_bytes(request[2].as_slice().try_into().unwrap());
+                asked.push(start);
+                let answer = |topic: &[u8], sequence: u64, payload: &[u8]| {
+                    let mut frames: Vec<&[u8]> = vec![&request[0], b""];
+                    if with_topic {
+                        frames.push(topic);
+                    }
+                    let sequence = sequence.to_be_bytes();
+                    frames.extend([&sequence[..], payload]);
+                    socket.send_multipart(&frames, 0).unwrap();
+                };
+                for (sequence, payload) in buffer.iter().filter(|(sequence, _)| *sequence >= start) {
+                    answer(b"kv-events", *sequence, payload);
+                }
+                answer(b"", u64::MAX, b"");
+            }
+            asked
+        });
+        Self { endpoint, stop, thread: Some(thread) }
+    }
+
+    /// Stops the server; the sequence numbers it was asked for.
+    pub fn stop(mut self) -> Vec<u64> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().expect("not stopped before").join().unwrap()
     }
 }
 

@@ -21,19 +21,54 @@ pub struct Router {
 /// Builder of a router's command line.
 pub struct Start {
     command: Command,
+    host: &'static str,
+    port: u16,
+    shards: u32,
 }
 
 /// A router on a free port of 127.0.0.1 with one shard; more by [`Start::arg`].
 pub fn router() -> Start {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_infera-router"));
-    command.args(["--host", "127.0.0.1", "--port", "0"]).env("RUST_LOG", "info").stdin(Stdio::null());
-    Start { command }.args(&["--shards", "1"])
+    start(Command::new(env!("CARGO_BIN_EXE_infera-router")))
+}
+
+/// The same on a machine that refuses io_uring, as container runtimes do: the call answers EPERM.
+pub fn router_without_io_uring() -> Start {
+    let mut command = Command::new("python3");
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/e2e/without_io_uring.py"));
+    command.arg(env!("CARGO_BIN_EXE_infera-router"));
+    start(command)
+}
+
+fn start(mut command: Command) -> Start {
+    command.env("RUST_LOG", "info").stdin(Stdio::null());
+    Start { command, host: "127.0.0.1", port: 0, shards: 1 }
 }
 
 impl Start {
     pub fn args(mut self, arguments: &[&str]) -> Self {
         self.command.args(arguments);
         self
+    }
+
+    pub fn host(mut self, host: &'static str) -> Self {
+        self.host = host;
+        self
+    }
+
+    pub fn port(mut self, port: u16) -> Self {
+        self.port = port;
+        self
+    }
+
+    pub fn shards(mut self, shards: u32) -> Self {
+        self.shards = shards;
+        self
+    }
+
+    fn command(mut self) -> Command {
+        let (port, shards) = (self.port.to_string(), self.shards.to_string());
+        self.command.args(["--host", self.host, "--port", &port, "--shards", &shards]);
+        self.command
     }
 
     pub fn env(mut self, name: &str, value: &str) -> Self {
@@ -51,13 +86,13 @@ impl Start {
     }
 
     /// Runs to its end: for command lines that are refused.
-    pub fn output(mut self) -> std::process::Output {
-        self.command.output().expect("the router starts")
+    pub fn output(self) -> std::process::Output {
+        self.command().output().expect("the router starts")
     }
 
     /// Starts and waits for the listening line.
-    pub fn start(mut self) -> Router {
-        let mut child = self.command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().expect("the router starts");
+    pub fn start(self) -> Router {
+        let mut child = self.command().stderr(Stdio::piped()).stdout(Stdio::null()).spawn().expect("the router starts");
         let log = Arc::new(Mutex::new(Vec::new()));
         let stderr = child.stderr.take().expect("stderr is piped");
         let lines = log.clone();
