@@ -12,7 +12,7 @@ use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
 use infera_router::prompt::{Prompter, PrompterOptions};
-use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared};
+use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared, Steering};
 use infera_router::route::Policy;
 use infera_router::{inspect, logging};
 use infera_shards::{DriverChoice, Engine, EngineConfig};
@@ -56,9 +56,11 @@ fn serve(config: &Config) -> anyhow::Result<()> {
 
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
+    let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(
         metrics.clone(),
+        steering.clone(),
         ingest.view.clone(),
         ingest.stats.clone(),
         Box::new(discovery.status_reader()),
@@ -76,6 +78,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         prompter,
         encoders: EncoderPool::start(config.encoder_threads.unwrap_or_else(default_encoder_threads))?,
         metrics,
+        steering,
         control: admin.control_plane(),
         lifecycle: lifecycle.clone(),
         epoch: Instant::now(),

@@ -1,12 +1,12 @@
-//! Metric families of decode demand. Names are those of the mission text; the lock's own times are ours.
-//! Never touched inside the critical section.
+//! Metric families of decode demand that count events; what is in flight is read from the targets at each
+//! scrape. Names are those of the mission text; the lock's own times are ours. Never touched inside the
+//! critical section.
 
 use std::time::Duration;
 
-use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry};
+use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, Opts, Registry};
 
 use super::{Input, Mode};
-use crate::fleet::{Fleet, ModelPool};
 
 /// 100 ns to 1 ms: a free section is far below the first microsecond, a preempted holder far above it.
 const LOCK_BUCKETS_SECONDS: [f64; 12] =
@@ -35,8 +35,6 @@ impl LockTimes {
 /// All families; one set per process.
 #[derive(Clone)]
 pub struct DemandMetrics {
-    tokens: IntGaugeVec,
-    requests: IntGaugeVec,
     decisions: Vec<IntCounter>,
     times: LockTimes,
 }
@@ -48,11 +46,6 @@ const AGREES: [bool; 2] = [false, true];
 impl DemandMetrics {
     /// Registers every family; fails only if a name is taken.
     pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let gauges = |name: &str, help: &str| -> Result<IntGaugeVec, prometheus::Error> {
-            let family = IntGaugeVec::new(Opts::new(name, help), &["target"])?;
-            registry.register(Box::new(family.clone()))?;
-            Ok(family)
-        };
         let histogram = |name: &str, help: &str| -> Result<Histogram, prometheus::Error> {
             let histogram =
                 Histogram::with_opts(HistogramOpts::new(name, help).buckets(LOCK_BUCKETS_SECONDS.to_vec()))?;
@@ -77,8 +70,6 @@ impl DemandMetrics {
             }
         }
         Ok(Self {
-            tokens: gauges("infera_router_decode_demand_tokens", "Input tokens in flight per decode route key.")?,
-            requests: gauges("infera_router_decode_demand_requests", "Requests held per decode route key.")?,
             decisions: handles,
             times: LockTimes {
                 wait: histogram(
@@ -102,18 +93,5 @@ impl DemandMetrics {
 
     pub fn lock_times(&self) -> LockTimes {
         self.times.clone()
-    }
-
-    /// Writes the gauges of the fleet's decode targets, and drops those of targets that are gone. Called for
-    /// each page, by one thread at a time.
-    pub fn refresh(&self, fleet: &Fleet) {
-        self.tokens.reset();
-        self.requests.reset();
-        for target in fleet.models.values().flat_map(|ModelPool { decode, .. }| decode) {
-            let target = &fleet.targets[*target as usize];
-            let as_gauge = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
-            self.tokens.with_label_values(&[&*target.route_key]).set(as_gauge(target.demand.tokens()));
-            self.requests.with_label_values(&[&*target.route_key]).set(as_gauge(target.demand.requests()));
-        }
     }
 }

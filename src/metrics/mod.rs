@@ -2,6 +2,7 @@
 //! moment of the scrape, so that no series outlives what it describes. Never touches a request.
 
 mod live;
+mod steering;
 
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
@@ -12,7 +13,7 @@ use prometheus::{Encoder, TextEncoder};
 use crate::discovery::Status;
 use crate::index::SharedView;
 use crate::ingest::IngestStats;
-use crate::proxy::RequestMetrics;
+use crate::proxy::{RequestMetrics, Steering};
 
 /// Reads discovery's state at the moment of the scrape.
 pub type StatusReader = Box<dyn Fn() -> Status + Send + Sync>;
@@ -20,6 +21,7 @@ pub type StatusReader = Box<dyn Fn() -> Status + Send + Sync>;
 /// Renders the page. One per process; one scrape at a time, as the control thread is one.
 pub struct MetricsPage {
     requests: Arc<RequestMetrics>,
+    steering: Arc<Steering>,
     view: SharedView,
     ingest: Arc<IngestStats>,
     discovery: StatusReader,
@@ -30,12 +32,13 @@ pub struct MetricsPage {
 impl MetricsPage {
     pub fn new(
         requests: Arc<RequestMetrics>,
+        steering: Arc<Steering>,
         view: SharedView,
         ingest: Arc<IngestStats>,
         discovery: StatusReader,
         engine: Arc<OnceLock<Weak<Engine>>>,
     ) -> Self {
-        Self { requests, view, ingest, discovery, engine, started: Instant::now() }
+        Self { requests, steering, view, ingest, discovery, engine, started: Instant::now() }
     }
 
     /// Prometheus text format 0.0.4.
