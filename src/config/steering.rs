@@ -6,7 +6,7 @@ use super::validate::Problems;
 use crate::decode_demand::Mode;
 use crate::limits;
 use crate::proxy::SteeringSettings;
-use crate::route::Policy;
+use crate::route::{Policy, RecentLoad};
 use crate::route::affinity::{DEFAULT_HEADER, SessionAffinity};
 
 /// Longest time that an idle session is kept, seconds.
@@ -42,8 +42,9 @@ pub struct SteeringArgs {
     /// Sessions remembered, per role.
     #[arg(long, value_name = "N", default_value_t = limits::SESSIONS_MAX as u32)]
     pub session_affinity_capacity: u32,
-    /// on|off: blocks that a worker missed lately count as load, so that traffic without overlap spreads too.
-    #[arg(long, value_name = "MODE", default_value = "on")]
+    /// off|idle|on: blocks that a worker missed lately count as load, so that requests that never overlap in time
+    /// spread too; idle: a tenth of them, and only when no candidate has a request in flight.
+    #[arg(long, value_name = "MODE", default_value = "idle")]
     pub kv_recent_load: String,
 }
 
@@ -79,7 +80,11 @@ pub(super) fn settings(arguments: &SteeringArgs, policy: Policy, problems: &mut 
     let ttl = problems.range("--session-affinity-ttl-s", arguments.session_affinity_ttl_s, 1, TTL_SECONDS_MAX);
     let sessions_max =
         problems.range("--session-affinity-capacity", arguments.session_affinity_capacity, 1, SESSIONS_MAX);
-    let recent_load = problems.choice("--kv-recent-load", &arguments.kv_recent_load, &[("on", true), ("off", false)]);
+    let recent_load = problems.choice(
+        "--kv-recent-load",
+        &arguments.kv_recent_load,
+        &[("off", RecentLoad::Off), ("idle", RecentLoad::Idle), ("on", RecentLoad::On)],
+    );
     SteeringSettings {
         demand,
         request_weight,

@@ -292,8 +292,8 @@ fn sessions_are_off_by_default_and_their_bounds_are_checked() {
     check_refused(&["--session-affinity-ttl-s", "0"], EXIT_INVALID, &["from 1 to 86400"]);
     check_refused(&["--session-affinity-ttl-s", "86401"], EXIT_INVALID, &["from 1 to 86400"]);
     check_refused(&["--session-affinity-capacity", "0"], EXIT_INVALID, &["--session-affinity-capacity"]);
-    assert!(!config(&["--kv-recent-load", "off"]).steering.recent_load);
-    check_refused(&["--kv-recent-load", "maybe"], EXIT_INVALID, &["on|off"]);
+    assert_eq!(config(&["--kv-recent-load", "off"]).steering.recent_load, crate::route::RecentLoad::Off);
+    check_refused(&["--kv-recent-load", "maybe"], EXIT_INVALID, &["off|idle|on"]);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use prometheus::core::Metric;
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, Opts, Registry};
 
 use super::{Input, Mode};
@@ -26,10 +27,30 @@ impl LockTimes {
         self.hold.observe(hold.as_secs_f64());
     }
 
-    /// Histograms of wait and of hold, seconds.
-    pub fn histograms(&self) -> (&Histogram, &Histogram) {
-        (&self.wait, &self.hold)
+    /// Seconds that a share `q` of all holds stayed below, interpolated inside its bucket.
+    pub fn hold_quantile(&self, q: f64) -> f64 {
+        quantile(&self.hold, q)
     }
+
+    /// The same for waits.
+    pub fn wait_quantile(&self, q: f64) -> f64 {
+        quantile(&self.wait, q)
+    }
+}
+
+fn quantile(histogram: &Histogram, q: f64) -> f64 {
+    let metric = histogram.metric();
+    let wanted = q * metric.get_histogram().get_sample_count() as f64;
+    let (mut below, mut lower) = (0.0, 0.0);
+    for bucket in metric.get_histogram().get_bucket() {
+        let (count, upper) = (bucket.cumulative_count() as f64, bucket.upper_bound());
+        if count >= wanted {
+            let share = if count > below { (wanted - below) / (count - below) } else { 1.0 };
+            return if upper.is_finite() { lower + share * (upper - lower) } else { f64::INFINITY };
+        }
+        (below, lower) = (count, upper);
+    }
+    f64::INFINITY
 }
 
 /// All families; one set per process.

@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub use estimate::{estimate_tokens, request_tokens};
 use ledger::Ledger;
 pub use ledger::{DecodeCandidate, Reservation, Selection};
-pub use metrics::DemandMetrics;
+pub use metrics::{DemandMetrics, LockTimes};
 
 /// What the ledger is built from; the model test of the ledger swaps these for instrumented ones.
 mod sync {

@@ -16,7 +16,7 @@ use crate::hash::BlockHash;
 use crate::index::{Hits, View};
 use crate::load::Booking;
 use crate::route::affinity::Lease;
-use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy};
+use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy, RecentLoad};
 use crate::worker::{Name, Role};
 
 /// A booked target. Dropping it releases all that was charged for it.
@@ -112,7 +112,9 @@ fn fill(
     let facts = &wish.prompts.facts;
     // Images are encoded at prefill: a decode worker holds none.
     let images: &[_] = if wish.role == Role::Decode { &[] } else { &facts.images };
-    let pick_number = steering.recent.as_ref().map(|recent| recent.current());
+    let is_idle = indexes.iter().all(|index| view.fleet.targets[*index as usize].load.requests() == 0);
+    let recent_weight = steering.recent_load.weight(is_idle);
+    let pick_number = steering.picks.current();
     candidates.clear();
     let mut queried: Option<*const BlockHash> = None;
     for index in indexes.iter().copied() {
@@ -141,7 +143,11 @@ fn fill(
             request_blocks,
             cache_hits,
             active_blocks: target.load.active_blocks(),
-            recent_blocks: pick_number.map_or(0.0, |number| route::recent_blocks(&target.load, number)),
+            recent_blocks: if recent_weight > 0.0 {
+                recent_weight * route::recent_blocks(&target.load, pick_number)
+            } else {
+                0.0
+            },
             picked_at_ns: target.load.picked_at_ns(),
             block_tokens,
         });
@@ -190,8 +196,8 @@ fn kv_aware(
     if facts.is_multimodal && wish.role != Role::Decode {
         shared.steering.images.record(&view.fleet, target.id, &facts.images);
     }
-    if let Some(picks) = &shared.steering.recent {
-        route::charge(&target.load, picks, chosen.request_blocks, chosen.cache_hits);
+    if shared.steering.recent_load != RecentLoad::Off {
+        route::charge(&target.load, &shared.steering.picks, chosen.request_blocks, chosen.cache_hits);
     }
     info!(
         policy = "kv-aware",

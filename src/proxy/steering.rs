@@ -13,7 +13,7 @@ use crate::decode_demand::{DecodeDemand, DemandMetrics, Mode};
 use crate::fleet::RecordId;
 use crate::limits;
 use crate::route::affinity::{ClockSeconds, Lease, NoSession, SessionAffinity, SessionKey, SessionTable, session_name};
-use crate::route::{ImageTable, PickCounter};
+use crate::route::{ImageTable, PickCounter, RecentLoad};
 use crate::worker::Role;
 
 /// Fixed for the life of the process.
@@ -32,7 +32,7 @@ pub struct SteeringSettings {
     /// `--session-affinity-capacity`, per role.
     pub sessions_max: usize,
     /// `--kv-recent-load`.
-    pub recent_load: bool,
+    pub recent_load: RecentLoad,
 }
 
 pub struct Steering {
@@ -41,8 +41,8 @@ pub struct Steering {
     /// Absent when the mode is off: no header is read then.
     pub sessions: Option<Sessions>,
     pub images: ImageTable,
-    /// Absent when recent load has no part in the cost.
-    pub recent: Option<PickCounter>,
+    pub recent_load: RecentLoad,
+    pub picks: PickCounter,
 }
 
 impl Steering {
@@ -56,8 +56,13 @@ impl Steering {
             SessionAffinity::Off => None,
             _ => Some(Sessions::new(settings, registry)?),
         };
-        let recent = settings.recent_load.then(PickCounter::default);
-        Ok(Self { demand, sessions, images: ImageTable::default(), recent })
+        Ok(Self {
+            demand,
+            sessions,
+            images: ImageTable::default(),
+            recent_load: settings.recent_load,
+            picks: PickCounter::default(),
+        })
     }
 }
 
@@ -154,7 +159,7 @@ impl Default for SteeringSettings {
             session_headers: vec![crate::route::affinity::DEFAULT_HEADER.to_owned()],
             session_ttl_s: 3600,
             sessions_max: limits::SESSIONS_MAX,
-            recent_load: true,
+            recent_load: RecentLoad::default(),
         }
     }
 }

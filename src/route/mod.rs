@@ -15,7 +15,7 @@ pub use facts::BodyFacts;
 pub use hints::Retention;
 pub use images::{IMAGE_BLOCKS, ImageKey, ImageLru, ImageTable};
 pub use kv_aware::{Candidate, Choice, cost, pick};
-pub use recent::{PickCounter, charge, recent_blocks};
+pub use recent::{PickCounter, RecentLoad, charge, recent_blocks};
 pub use round_robin::RoundRobin;
 
 /// `--router-policy`.
@@ -33,3 +33,6 @@ impl Policy {
         }
     }
 }
+
+#[cfg(test)]
+mod field_reports;

@@ -6,6 +6,7 @@
 mod etcd;
 mod support;
 
+mod affinity;
 mod discovery;
 mod failures;
 mod forwarding;
