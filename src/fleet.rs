@@ -66,11 +66,11 @@ pub struct TargetLoad {
     pub(crate) requests: AtomicU64,
     /// When the target was last picked, nanoseconds on the caller's monotonic clock.
     pub(crate) picked_at_ns: AtomicU64,
-    /// Blocks missed by recent picks, decayed; packed by `crate::route` only.
+    /// Blocks missed by recent picks, decayed; packed by `route` only.
     pub(crate) recent: AtomicU64,
 }
 
-/// Decode input in flight under one route key. Changed by `crate::decode_demand` only, inside its critical
+/// Decode input in flight under one route key. Changed by decode demand only, inside its critical
 /// section; anybody may read. Outlives the target while a reservation holds it, and is found again by a
 /// worker that comes back meanwhile.
 #[derive(Debug, Default)]

@@ -95,3 +95,9 @@ pub const EVENT_MESSAGES_PER_TURN: usize = 64;
 
 /// Frames kept of one multipart message; the rest is read and dropped.
 pub const EVENT_FRAMES_MAX: usize = 8;
+
+/// Bytes of the prompt side's prefix cache (`--prompt-cache-bytes`): about 1,200 conversations of 110,000 tokens.
+pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
+/// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
+/// ends of its monitor, and a replay now and then.
+pub const RANKS_PER_EVENT_CONTEXT: usize = 200;

@@ -6,8 +6,8 @@ use super::validate::Problems;
 use crate::decode_demand::Mode;
 use crate::limits;
 use crate::proxy::SteeringSettings;
-use crate::route::{Policy, RecentLoad};
 use crate::route::affinity::{DEFAULT_HEADER, SessionAffinity};
+use crate::route::{Policy, RecentLoad};
 
 /// Longest time that an idle session is kept, seconds.
 const TTL_SECONDS_MAX: u32 = 86_400;

@@ -46,18 +46,24 @@ impl Drop for Record<'_> {
 }
 
 /// Serves one request that goes to a worker.
+///
+/// What happens before the answer and what happens without one live in futures of their own, on the heap: a stream that
+/// is relayed for minutes keeps only the relay's state.
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
-    let mut record = Record::start(&service.shared.metrics, request.received);
-    record.outcome = match attempts(service, endpoint, request, responder).await {
-        Ok(outcome) => outcome,
-        Err(error) => {
-            let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
-            match responder.send(error.into_response()).await {
-                Ok(()) => outcome,
-                Err(_) => Outcome::StreamFailed,
-            }
-        }
+    let received = request.received;
+    let mut record = Record::start(&service.shared.metrics, received);
+    record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
+        Ok((picked, response)) => relay(&picked, response, responder, received).await,
+        Err(error) => Box::pin(refuse(error, responder)).await,
     };
+}
+
+async fn refuse(error: ApiError, responder: &mut Responder) -> Outcome {
+    let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
+    match responder.send(error.into_response()).await {
+        Ok(()) => outcome,
+        Err(_) => Outcome::StreamFailed,
+    }
 }
 
 /// What the router knows of a request before it picks.
@@ -70,12 +76,13 @@ struct Route {
     prompts: Prompts,
 }
 
+/// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
+/// gone with this future: there is no replay once the answer goes to the client.
 async fn attempts(
     service: &RouterService,
     endpoint: Endpoint,
     request: Request,
-    responder: &mut Responder,
-) -> Result<Outcome, ApiError> {
+) -> Result<(Picked, UpstreamResponse), ApiError> {
     let (model, samples) = requested(&endpoint, &request)?;
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
@@ -101,12 +108,7 @@ async fn attempts(
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 service.shared.metrics.retried("status");
             }
-            Ok(response) => {
-                let received = request.received;
-                // No replay from here on: the body need not be held any longer.
-                drop(request);
-                return Ok(relay(&picked, response, responder, received).await);
-            }
+            Ok(response) => return Ok((picked, response)),
             Err(error) if may_retry => {
                 picked.failed();
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
@@ -227,11 +229,13 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
     }
     let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
     let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
-    let cut_notice = is_stream
-        .then(|| api::stream_error_event(&format!("worker {} ended the stream before its end", picked.worker.id)));
     let mut observer = AnswerObserver::new();
-    let relay =
-        Relay { set: if is_stream { &unbuffered } else { &[] }, remove: &[], observer: &mut observer, cut_notice };
+    let relay = Relay {
+        set: if is_stream { &unbuffered } else { &[] },
+        remove: &[],
+        observer: &mut observer,
+        cut_notice: is_stream.then(api::stream_error_event),
+    };
     match responder.relay(response, relay).await {
         RelayOutcome::Complete => {
             if status == StatusCode::OK {

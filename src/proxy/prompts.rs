@@ -14,7 +14,7 @@ use super::shared::Shared;
 use crate::api::Endpoint;
 use crate::decode_demand::{self, Input};
 use crate::fleet::{Fleet, Target};
-use crate::hash::{BlockHash, prompt_blocks};
+use crate::hash::BlockHash;
 use crate::limits;
 use crate::prompt::{self, EngineRules, NoBlocks, Prompter};
 use crate::route::BodyFacts;
@@ -171,14 +171,12 @@ impl Work {
             if hashed.iter().any(|prompt| prompt.rules == want.rules) {
                 continue;
             }
-            let prompt = match prompter {
-                Some(prompter) => prompter.tokens(self.endpoint, want.rules, body)?,
-                None => prompt::tokens_without_tokenizer(self.endpoint, body)?,
-            };
-            let sizes = self.wanted.iter().filter(|other| other.rules == want.rules).map(|other| other.block_size);
-            let by_block_size =
-                sizes.map(|size| (size, Arc::from(prompt_blocks(&prompt.ids, size as usize)))).collect();
-            hashed.push(HashedPrompt { rules: want.rules, tokens: prompt.ids.len() as u64, by_block_size });
+            let sizes = self.wanted.iter().filter(|other| other.rules == want.rules);
+            let sizes: Vec<usize> = sizes.map(|other| other.block_size as usize).collect();
+            let blocks = prompt::blocks_by_size(prompter, self.endpoint, want.rules, body, &sizes)?;
+            let tokens = blocks.first().map_or(0, |blocks| blocks.tokens as u64);
+            let by_block_size = sizes.iter().zip(blocks).map(|(size, blocks)| (*size as u32, blocks.hashes)).collect();
+            hashed.push(HashedPrompt { rules: want.rules, tokens, by_block_size });
         }
         Ok(hashed)
     }

@@ -25,8 +25,7 @@ fn b30_a_miss_goes_to_the_least_load_and_a_light_holder_keeps_its_prefix() {
         active[1] += u64::from(blocks);
     }
     let three = |first_load| {
-        let candidates =
-            [candidate(0, 100, 95, first_load), candidate(1, 100, 0, 9), candidate(2, 100, 0, 30)];
+        let candidates = [candidate(0, 100, 95, first_load), candidate(1, 100, 0, 9), candidate(2, 100, 0, 30)];
         pick(1.0, &candidates).unwrap().target
     };
     assert_eq!(three(10), 0);

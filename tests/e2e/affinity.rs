@@ -47,14 +47,22 @@ fn who(workers: &[Worker], before: &mut Vec<usize>) -> usize {
 fn turns_of_a_session_stay_together_and_sessions_spread() {
     for policy in ["kv-aware", "round-robin"] {
         let workers = three();
-        let router = router().workers(&workers).args(&["--session-affinity", "both", "--router-policy", policy]).shards(2).ready();
+        let router = router()
+            .workers(&workers)
+            .args(&["--session-affinity", "both", "--router-policy", policy])
+            .shards(2)
+            .ready();
         let mut seen = vec![0; 3];
         let mut homes: BTreeMap<String, usize> = BTreeMap::new();
         for number in 0..8 {
             for session in ["a", "b", "c", "d", "e", "f"] {
                 assert_eq!(turn(&router, session, number).status, 200);
                 let home = who(&workers, &mut seen);
-                assert_eq!(*homes.entry(session.to_owned()).or_insert(home), home, "{policy}: {session}, turn {number}");
+                assert_eq!(
+                    *homes.entry(session.to_owned()).or_insert(home),
+                    home,
+                    "{policy}: {session}, turn {number}"
+                );
             }
         }
         let distinct: std::collections::BTreeSet<_> = homes.values().collect();
@@ -129,8 +137,7 @@ fn b35_a_leaving_worker_moves_its_sessions_once_and_a_joining_one_moves_none() {
     let path = directory.path().join("workers.json");
     let workers = three();
     write_workers(&path, &[&workers[0], &workers[1]]);
-    let router =
-        router().args(&["--session-affinity", "both", "--workers-file", path.to_str().unwrap()]).ready();
+    let router = router().args(&["--session-affinity", "both", "--workers-file", path.to_str().unwrap()]).ready();
     wait_for_workers(&router, 2);
     let mut seen = vec![0; 3];
     let sessions: Vec<String> = (0..12).map(|number| format!("s{number}")).collect();
@@ -230,7 +237,9 @@ fn b32_turns_that_are_given_up_leave_nothing_behind() {
         let header = format!("X-Dynamo-Session-ID: s{}\r\n", number % 10);
         connection.send(&client::request("POST", PATH, &header, br#"{"model":"m","prompt":"x"}"#));
         if number % 2 == 0 {
-            wait_until("the request is with a worker", || workers.iter().map(Worker::requests).sum::<usize>() > number / 2);
+            wait_until("the request is with a worker", || {
+                workers.iter().map(Worker::requests).sum::<usize>() > number / 2
+            });
         }
     }
     router.wait_for_rest();

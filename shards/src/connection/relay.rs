@@ -1,7 +1,6 @@
 //! Moves an upstream's answer to the client. It owns the choice of framing towards the client and the rule that a cut
 //! answer is never finished politely; it never holds more than one piece.
 
-use super::client::ClientGone;
 use super::responder::{Relay, RelayOutcome, Responder};
 use crate::buffers;
 use crate::http1::response::Framing;
@@ -13,6 +12,9 @@ pub(super) async fn run(
     mut upstream: UpstreamResponse,
     mut relay: Relay<'_>,
 ) -> RelayOutcome {
+    if responder.started() {
+        return RelayOutcome::ClientGone;
+    }
     let (shape, line) = framing_towards(responder, &upstream);
     let delimited = matches!(upstream.framing(), Framing::Nothing) || line != FramingLine::None;
     let after = responder.after(delimited);
@@ -30,21 +32,21 @@ pub(super) async fn run(
         }
     }
     responder.begin();
-    match responder.client.write_all(out).await {
-        Ok(out) => buffers::give(out),
-        Err(ClientGone) => return RelayOutcome::ClientGone,
+    if responder.client.write_pooled(out).await.is_err() {
+        return RelayOutcome::ClientGone;
     }
     loop {
         match upstream.next_piece(shape, &mut *relay.observer).await {
-            Ok(Some(piece)) => match responder.client.write_all(piece).await {
-                Ok(piece) => buffers::give(piece),
-                Err(ClientGone) => return RelayOutcome::ClientGone,
-            },
+            Ok(Some(piece)) => {
+                if responder.client.write_pooled(piece).await.is_err() {
+                    return RelayOutcome::ClientGone;
+                }
+            }
             Ok(None) => {
                 responder.complete();
                 return RelayOutcome::Complete;
             }
-            Err(error) => return cut(responder, &upstream, relay.cut_notice.take(), error).await,
+            Err(error) => return Box::pin(cut(responder, &upstream, relay.cut_notice.take(), error)).await,
         }
     }
 }
@@ -85,9 +87,8 @@ async fn cut(
         out.extend_from_slice(&notice);
         out.extend_from_slice(b"\r\n");
     }
-    match responder.client.write_all(out).await {
-        Ok(out) => buffers::give(out),
-        Err(ClientGone) => return RelayOutcome::ClientGone,
+    if responder.client.write_pooled(out).await.is_err() {
+        return RelayOutcome::ClientGone;
     }
     RelayOutcome::UpstreamFailed(error)
 }
