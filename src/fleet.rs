@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use crate::worker::{Generation, Name, Role, WorkerRecord};
 
@@ -66,6 +66,52 @@ pub struct TargetLoad {
     pub(crate) requests: AtomicU64,
     /// When the target was last picked, nanoseconds on the caller's monotonic clock.
     pub(crate) picked_at_ns: AtomicU64,
+    /// Blocks missed by recent picks, decayed; packed by `route` only.
+    pub(crate) recent: AtomicU64,
+}
+
+/// Decode input in flight under one route key. Changed by decode demand only, inside its critical
+/// section; anybody may read. Outlives the target while a reservation holds it, and is found again by a
+/// worker that comes back meanwhile.
+#[derive(Debug, Default)]
+pub struct TargetDemand {
+    /// Input tokens of the requests held, each times its samples.
+    pub(crate) tokens: AtomicU64,
+    /// Requests held.
+    pub(crate) requests: AtomicU64,
+}
+
+impl TargetDemand {
+    pub fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
+    }
+}
+
+/// The demand cells by route key, for whoever builds fleets.
+#[derive(Debug, Default)]
+pub struct DemandCells {
+    by_route_key: BTreeMap<Name, Weak<TargetDemand>>,
+}
+
+impl DemandCells {
+    /// The cell of a route key: the one that a reservation or an older fleet still holds, else a new one.
+    pub fn cell(&mut self, route_key: &Name) -> Arc<TargetDemand> {
+        if let Some(cell) = self.by_route_key.get(route_key).and_then(Weak::upgrade) {
+            return cell;
+        }
+        let cell = Arc::new(TargetDemand::default());
+        self.by_route_key.insert(route_key.clone(), Arc::downgrade(&cell));
+        cell
+    }
+
+    /// Drops what nobody holds any more, so that rollouts do not grow the map.
+    pub fn forget_departed(&mut self) {
+        self.by_route_key.retain(|_, cell| cell.strong_count() > 0);
+    }
 }
 
 impl TargetLoad {
@@ -91,10 +137,16 @@ impl TargetLoad {
     }
 }
 
+/// Identity of one state of a target's record; a fresh one whenever anything in the record changes, and never
+/// reused. What was true of a worker under another record (a session's cache on it) need not be now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RecordId(pub u64);
+
 /// One routing target: a worker, or one data-parallel rank of a rank-multiplexed worker.
 #[derive(Debug)]
 pub struct Target {
     pub id: TargetId,
+    pub record_id: RecordId,
     pub slot: Slot,
     pub worker: Arc<Worker>,
     /// Set for a rank-multiplexed worker: sent as `X-Data-Parallel-Rank`.
@@ -102,6 +154,7 @@ pub struct Target {
     /// `worker_id` or `worker_id#dp<rank>`.
     pub route_key: Name,
     pub load: Arc<TargetLoad>,
+    pub demand: Arc<TargetDemand>,
     /// Tokens per block; absent when the worker has no (usable) block size.
     pub block_size: Option<u32>,
 }
@@ -191,11 +244,13 @@ pub(crate) mod fixtures {
                 let index = fleet.targets.len() as u32;
                 fleet.targets.push(Target {
                     id: TargetId(u64::from(index)),
+                    record_id: RecordId(u64::from(index)),
                     slot: Slot(index),
                     worker: worker.clone(),
                     rank: (member.ranks > 1).then_some(rank),
                     route_key: member.id.into(),
                     load: Arc::default(),
+                    demand: Arc::default(),
                     block_size: Some(16),
                 });
                 let pool = fleet.models.entry(member.model.into()).or_default();

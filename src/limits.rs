@@ -28,6 +28,21 @@ pub const BLOCK_TOKENS_MAX: usize = 1 << 16;
 /// Characters of rendered prompt text.
 pub const RENDERED_BYTES_MAX: usize = 64 << 20;
 
+/// Input tokens of one decode reservation, samples included: an absurd `n` must not overflow a sum that has
+/// to come back to exactly 0 (2^24 requests in flight still fit 64 bits).
+pub const DEMAND_TOKENS_MAX: u64 = 1 << 40;
+
+/// Sessions with a binding, all models and roles together.
+pub const SESSIONS_MAX: usize = 1 << 16;
+
+/// Longest session name in a header, bytes.
+pub const SESSION_NAME_BYTES_MAX: usize = 1024;
+
+/// Images remembered per target.
+pub const IMAGES_PER_TARGET_MAX: usize = 256;
+
+/// Images of one request that are looked up; further ones have no affinity.
+pub const IMAGES_PER_REQUEST_MAX: usize = 64;
 /// Workers of one source; registrations beyond it are skipped and counted.
 pub const WORKERS_MAX: usize = 16_384;
 

@@ -11,7 +11,7 @@ use infera_router::discovery::Discovery;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
-use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared};
+use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared, Steering};
 use infera_router::route::Policy;
 use infera_router::{inspect, logging};
 use infera_shards::Engine;
@@ -64,9 +64,11 @@ fn serve(config: &Config) -> anyhow::Result<()> {
 
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
+    let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(
         metrics.clone(),
+        steering.clone(),
         ingest.view.clone(),
         ingest.stats.clone(),
         Box::new(discovery.status_reader()),
@@ -85,6 +87,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         prompter,
         encoders,
         metrics,
+        steering,
         control: admin.control_plane(),
         lifecycle: lifecycle.clone(),
         epoch: Instant::now(),

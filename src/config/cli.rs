@@ -38,6 +38,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub routing: RoutingArgs,
     #[command(flatten)]
+    pub steering: super::steering::SteeringArgs,
+    #[command(flatten)]
     pub upstream: UpstreamArgs,
     #[command(flatten)]
     pub machine: MachineArgs,
@@ -166,14 +168,6 @@ pub struct NotBuiltArgs {
     pub breaker_cooldown_s: f64,
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     pub breaker_max_cooldown_s: f64,
-    /// off|shadow|on.
-    #[arg(long, value_name = "MODE", env = "INFERA_DECODE_INPUT_DEMAND", default_value = "off")]
-    pub decode_input_demand: String,
-    #[arg(long, value_name = "WEIGHT", env = "INFERA_DECODE_REQUEST_WEIGHT", default_value_t = 0.0)]
-    pub decode_request_weight: f64,
-    /// off|prefill|both.
-    #[arg(long, value_name = "MODE", env = "INFERA_SESSION_AFFINITY", default_value = "off")]
-    pub session_affinity: String,
     /// [default: --kv-overlap-weight].
     #[arg(long, value_name = "WEIGHT")]
     pub kv_prefill_overlap_weight: Option<f64>,

@@ -4,6 +4,7 @@
 pub mod cli;
 mod effective;
 mod engine;
+mod steering;
 mod validate;
 mod worker_argument;
 
@@ -15,6 +16,7 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::discovery::DiscoveryConfig;
+use crate::proxy::SteeringSettings;
 use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
 pub use engine::{Placement, raise_descriptor_limit};
@@ -67,6 +69,7 @@ pub struct Config {
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
     pub request_retries_max: u32,
+    pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
     /// At least 1.
     pub shards: usize,

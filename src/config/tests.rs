@@ -245,9 +245,6 @@ fn b60_options_without_their_feature_are_refused_not_ignored() {
         ("--breaker-failure-threshold", "5", &["3", "0"][..]),
         ("--breaker-cooldown-s", "10", &["5", "5.0"]),
         ("--breaker-max-cooldown-s", "10", &["60"]),
-        ("--decode-input-demand", "shadow", &["off"]),
-        ("--decode-request-weight", "1", &["0", "0.0"]),
-        ("--session-affinity", "both", &["off"]),
         ("--kv-prefill-overlap-weight", "20", &[]),
         ("--kv-decode-overlap-weight", "2", &[]),
         ("--pd-prefill-guard-release", "completion", &["decode"]),
@@ -267,9 +264,42 @@ fn b60_options_without_their_feature_are_refused_not_ignored() {
 }
 
 #[test]
+fn decode_demand_needs_kv_aware_and_its_weight_needs_the_mode() {
+    let steering = config(&["--decode-input-demand", "on", "--decode-request-weight", "1000000"]).steering;
+    assert_eq!((steering.demand, steering.request_weight), (crate::decode_demand::Mode::On, 1e6));
+    config(&["--decode-input-demand", "shadow", "--decode-request-weight", "0.5"]);
+    config(&["--router-policy", "round-robin", "--decode-input-demand", "off", "--decode-request-weight", "0"]);
+    let kv_aware = "--decode-input-demand requires --router-policy kv-aware";
+    check_refused(&["--router-policy", "round-robin", "--decode-input-demand", "on"], EXIT_INVALID, &[kv_aware]);
+    let mode = "--decode-request-weight requires --decode-input-demand shadow|on";
+    check_refused(&["--decode-request-weight", "1"], EXIT_INVALID, &[mode]);
+    for weight in ["-1", "inf", "NaN"] {
+        let arguments = ["--decode-input-demand", "on", "--decode-request-weight", weight];
+        check_refused(&arguments, EXIT_INVALID, &["--decode-request-weight must be"]);
+    }
+    check_refused(&["--decode-input-demand", "maybe"], EXIT_INVALID, &["off|shadow|on"]);
+}
+
+#[test]
+fn sessions_are_off_by_default_and_their_bounds_are_checked() {
+    let steering = config(&[]).steering;
+    assert_eq!(steering, SteeringSettings::default());
+    let both =
+        config(&["--session-affinity", "both", "--session-affinity-header", "X-A", "--session-affinity-header", "x-b"]);
+    assert_eq!(both.steering.session_headers, ["x-a", "x-b"]);
+    check_refused(&["--session-affinity", "decode"], EXIT_INVALID, &["off|prefill|both"]);
+    check_refused(&["--session-affinity-header", "no name"], EXIT_INVALID, &["not a header name"]);
+    check_refused(&["--session-affinity-ttl-s", "0"], EXIT_INVALID, &["from 1 to 86400"]);
+    check_refused(&["--session-affinity-ttl-s", "86401"], EXIT_INVALID, &["from 1 to 86400"]);
+    check_refused(&["--session-affinity-capacity", "0"], EXIT_INVALID, &["--session-affinity-capacity"]);
+    assert_eq!(config(&["--kv-recent-load", "off"]).steering.recent_load, crate::route::RecentLoad::Off);
+    check_refused(&["--kv-recent-load", "maybe"], EXIT_INVALID, &["off|idle|on"]);
+}
+
+#[test]
 fn every_problem_is_reported_at_once() {
     let refusal =
-        run(&["--router-policy", "x", "--shards", "0", "--worker", "h", "--decode-input-demand", "on"]).map(|_| ());
+        run(&["--router-policy", "x", "--shards", "0", "--worker", "h", "--kv-chat-encoding", "on"]).map(|_| ());
     let text = refusal.unwrap_err().text;
     assert_eq!(text.lines().count(), 4, "{text}");
     assert!(text.lines().all(|line| line.starts_with("error: ")), "{text}");
@@ -336,7 +366,11 @@ fn flag_before_environment_before_default() {
     // A host-wide variable for a transport that is not in use is no news.
     assert!(output.contains("warnings: 0"), "{output}");
     let output = child(&[("INFERA_SESSION_AFFINITY", "both")]);
-    assert!(output.contains("refused: error: --session-affinity both: not available in this build"), "{output}");
+    assert!(output.contains("session-affinity = both (environment)"), "{output}");
+    let output = child(&[("INFERA_DECODE_INPUT_DEMAND", "shadow")]);
+    assert!(output.contains("refused: error: --decode-input-demand requires --router-policy kv-aware"), "{output}");
+    let output = child(&[("INFERA_KV_CHAT_ENCODING", "dsv4")]);
+    assert!(output.contains("refused: error: --kv-chat-encoding dsv4: not available in this build"), "{output}");
 }
 
 fn print_what_a_child_sees() {

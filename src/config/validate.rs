@@ -13,13 +13,10 @@ use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 14] = [
+const NOT_BUILT: [(&str, Option<&str>); 11] = [
     ("breaker-failure-threshold", Some("0")),
     ("breaker-cooldown-s", None),
     ("breaker-max-cooldown-s", None),
-    ("decode-input-demand", None),
-    ("decode-request-weight", None),
-    ("session-affinity", None),
     ("kv-prefill-overlap-weight", None),
     ("kv-decode-overlap-weight", None),
     ("pd-prefill-guard-release", None),
@@ -37,15 +34,15 @@ const RETRIES_MAX: u32 = 100;
 const SECONDS_MAX: f64 = 315_360_000.0;
 
 /// The problems found so far.
-struct Problems(Vec<String>);
+pub(super) struct Problems(Vec<String>);
 
 impl Problems {
-    fn add(&mut self, problem: impl Into<String>) {
+    pub(super) fn add(&mut self, problem: impl Into<String>) {
         self.0.push(problem.into());
     }
 
     /// Picks the meaning of an enumeration; the first choice stands in after a problem.
-    fn choice<T: Copy>(&mut self, flag: &str, given: &str, choices: &[(&str, T)]) -> T {
+    pub(super) fn choice<T: Copy>(&mut self, flag: &str, given: &str, choices: &[(&str, T)]) -> T {
         if let Some((_, value)) = choices.iter().find(|(name, _)| *name == given) {
             return *value;
         }
@@ -67,7 +64,7 @@ impl Problems {
         Some(self.seconds(flag, seconds)).filter(|duration| !duration.is_zero())
     }
 
-    fn range(&mut self, flag: &str, value: u32, minimum: u32, maximum: u32) -> usize {
+    pub(super) fn range(&mut self, flag: &str, value: u32, minimum: u32, maximum: u32) -> usize {
         if !(minimum..=maximum).contains(&value) {
             self.add(format!("{flag} must be from {minimum} to {maximum} (got {value})"));
         }
@@ -81,6 +78,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let listen = listen(&arguments.listen, &mut problems);
     let discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
+    let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
     let io_driver = problems.choice(
@@ -122,6 +120,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         chat_template_kwargs: routing.chat_template_kwargs,
         encoder_threads: routing.encoder_threads,
         request_retries_max: routing.request_retries_max,
+        steering,
         upstream,
         shards,
         shard_cpus,

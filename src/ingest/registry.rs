@@ -4,7 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use crate::fleet::{DiscoveredWorker, Fleet, ModelPool, Slot, Target, Worker, WorkerState};
+use crate::fleet::{
+    DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, Worker, WorkerState,
+};
 use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
 use crate::load::{TargetId, TargetLoad};
 use crate::worker::{Generation, Name, Role, WorkerRecord};
@@ -14,7 +16,11 @@ use crate::worker::{Generation, Name, Role, WorkerRecord};
 pub struct Rank {
     pub slot: Slot,
     pub target: TargetId,
+    pub record_id: RecordId,
+    /// `worker_id` or `worker_id#dp<rank>`.
+    pub route_key: Name,
     pub load: Arc<TargetLoad>,
+    pub demand: Arc<TargetDemand>,
 }
 
 /// One worker as registered now.
@@ -39,6 +45,8 @@ pub struct Registry {
     free_slots: BTreeSet<u32>,
     slots: u32,
     next_target: u64,
+    next_record: u64,
+    demand: DemandCells,
     next_generation: u64,
 }
 
@@ -79,6 +87,12 @@ impl Registry {
         }
         for (id, new) in wanted {
             if let Some(known) = self.workers.get_mut(&id) {
+                if known.worker.record != new.record {
+                    for rank in &mut known.ranks {
+                        self.next_record += 1;
+                        rank.record_id = RecordId(self.next_record);
+                    }
+                }
                 known.worker = Arc::new(worker(id, known.worker.generation, new));
             } else if self.join(id.clone(), new) {
                 changes.joined.push(id);
@@ -97,20 +111,32 @@ impl Registry {
             tracing::error!(worker_id = %id, slots = SLOTS_MAX, "the index has no slot left; the worker is ignored");
             return false;
         }
-        let ranks = (0..count).map(|_| self.rank()).collect();
+        let is_multiplexed = new.record.is_rank_multiplexed();
+        let route_key = |number| if is_multiplexed { format!("{id}#dp{number}").into() } else { id.clone() };
+        let ranks = (0..count).map(|number| self.rank(route_key(number))).collect();
+        self.demand.forget_departed();
         self.next_generation += 1;
         let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new));
         self.workers.insert(id, Registration { worker, ranks });
         true
     }
 
-    fn rank(&mut self) -> Rank {
+    fn rank(&mut self, route_key: Name) -> Rank {
         let slot = self.free_slots.pop_first().unwrap_or_else(|| {
             self.slots += 1;
             self.slots - 1
         });
         self.next_target += 1;
-        Rank { slot: Slot(slot), target: TargetId(self.next_target), load: Arc::default() }
+        self.next_record += 1;
+        Rank {
+            slot: Slot(slot),
+            target: TargetId(self.next_target),
+            record_id: RecordId(self.next_record),
+            load: Arc::default(),
+            // The same cell as before while requests of an earlier registration are still in flight.
+            demand: self.demand.cell(&route_key),
+            route_key,
+        }
     }
 
     /// Gives a slot back: nothing in the index belongs to its former holder any more.
@@ -140,17 +166,15 @@ impl Registry {
                     Role::Prefill => pool.prefill.push(at),
                     Role::Decode => pool.decode.push(at),
                 }
-                let multiplexed = worker.record.is_rank_multiplexed().then_some(number as u32);
                 fleet.targets.push(Target {
                     id: rank.target,
+                    record_id: rank.record_id,
                     slot: rank.slot,
                     worker: worker.clone(),
-                    rank: multiplexed,
-                    route_key: match multiplexed {
-                        Some(number) => format!("{}#dp{number}", worker.id).into(),
-                        None => worker.id.clone(),
-                    },
+                    rank: worker.record.is_rank_multiplexed().then_some(number as u32),
+                    route_key: rank.route_key.clone(),
                     load: rank.load.clone(),
+                    demand: rank.demand.clone(),
                     block_size: worker.record.kv_block_size.filter(|size| *size > 0).or_else(|| learned(rank.slot)),
                 });
             }
@@ -254,6 +278,35 @@ mod tests {
         check(&|record| record["kv_events_endpoint"] = "tcp://127.0.0.1:5558".into(), true);
         check(&|record| record["model_name"] = "n".into(), true);
         check(&|record| record["dp_rank"] = 1.into(), true);
+    }
+
+    #[test]
+    fn a_changed_record_is_a_new_record_id_and_a_registration_keeps_its_live_demand() {
+        let mut registry = Registry::default();
+        let target = |registry: &mut Registry, record: serde_json::Value| {
+            registry.update(vec![discovered(record)]);
+            let fleet = registry.fleet(|_| None);
+            let target = &fleet.targets[0];
+            (target.id, target.record_id, target.demand.clone())
+        };
+        let first = target(&mut registry, plain("a:1"));
+        let same = target(&mut registry, plain("a:1"));
+        assert_eq!((first.0, first.1), (same.0, same.1));
+        let mut moved = plain("a:1");
+        moved["disagg_meta"] = serde_json::json!({"bootstrap_port": 9});
+        let changed = target(&mut registry, moved);
+        assert_eq!(first.0, changed.0);
+        assert_ne!(first.1, changed.1);
+        // A request in flight holds the cell over a departure.
+        let held = changed.2;
+        drop((first.2, same.2));
+        registry.update(Vec::new());
+        let back = target(&mut registry, plain("a:1"));
+        assert_ne!(back.0, first.0);
+        assert!(Arc::ptr_eq(&back.2, &held));
+        drop((back.2, held));
+        registry.update(Vec::new());
+        assert_eq!(Arc::strong_count(&target(&mut registry, plain("a:1")).2), 2);
     }
 
     #[test]

@@ -14,10 +14,10 @@ use crate::index::view::RankStatus;
 
 /// A registry that lives for one scrape.
 #[derive(Default)]
-struct Scrape(Registry);
+pub(super) struct Scrape(Registry);
 
 impl Scrape {
-    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec, Error> {
+    pub(super) fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec, Error> {
         let family = IntGaugeVec::new(Opts::new(name, help), labels)?;
         self.0.register(Box::new(family.clone()))?;
         Ok(family)
@@ -29,7 +29,7 @@ impl Scrape {
         Ok(family)
     }
 
-    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, Error> {
+    pub(super) fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, Error> {
         let family = IntCounterVec::new(Opts::new(name, help), labels)?;
         self.0.register(Box::new(family.clone()))?;
         Ok(family)
@@ -46,7 +46,7 @@ impl Scrape {
     }
 }
 
-fn signed(value: u64) -> i64 {
+pub(super) fn signed(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
@@ -56,6 +56,7 @@ pub(super) fn families(page: &MetricsPage) -> Result<Vec<MetricFamily>, Error> {
     let view = page.view.load_full();
     fleet(&scrape, page, &view)?;
     load(&scrape, &view)?;
+    super::steering::families(&scrape, &page.steering, &view.fleet)?;
     feeds(&scrape, page, &view)?;
     index(&scrape, page, &view)?;
     discovery(&scrape, page)?;

@@ -2,6 +2,7 @@
 //! moment of the scrape, so that no series outlives what it describes. Never touches a request.
 
 mod live;
+mod steering;
 
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
@@ -13,7 +14,7 @@ use crate::discovery::Status;
 use crate::index::SharedView;
 use crate::ingest::IngestStats;
 use crate::prompt::Prompter;
-use crate::proxy::RequestMetrics;
+use crate::proxy::{RequestMetrics, Steering};
 
 /// Reads discovery's state at the moment of the scrape.
 pub type StatusReader = Box<dyn Fn() -> Status + Send + Sync>;
@@ -21,6 +22,7 @@ pub type StatusReader = Box<dyn Fn() -> Status + Send + Sync>;
 /// Renders the page. One per process; one scrape at a time, as the control thread is one.
 pub struct MetricsPage {
     requests: Arc<RequestMetrics>,
+    steering: Arc<Steering>,
     view: SharedView,
     ingest: Arc<IngestStats>,
     discovery: StatusReader,
@@ -32,12 +34,13 @@ pub struct MetricsPage {
 impl MetricsPage {
     pub fn new(
         requests: Arc<RequestMetrics>,
+        steering: Arc<Steering>,
         view: SharedView,
         ingest: Arc<IngestStats>,
         discovery: StatusReader,
         engine: Arc<OnceLock<Weak<Engine>>>,
     ) -> Self {
-        Self { requests, view, ingest, discovery, engine, prompter: None, started: Instant::now() }
+        Self { requests, steering, view, ingest, discovery, engine, prompter: None, started: Instant::now() }
     }
 
     /// Shows the prompt side's counters too.

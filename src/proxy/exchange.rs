@@ -14,6 +14,7 @@ use super::observe::AnswerObserver;
 use super::pick::{Picked, Wish, pick};
 use super::prompts::{self, Prompts};
 use super::service::RouterService;
+use super::steering::SessionName;
 use crate::api::{self, ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::prompt::extract::RoutingFields;
@@ -70,6 +71,8 @@ struct Route {
     endpoint: Endpoint,
     /// As the client wrote it; empty for none.
     model: String,
+    samples: u32,
+    session: Option<SessionName>,
     prompts: Prompts,
 }
 
@@ -80,8 +83,10 @@ async fn attempts(
     endpoint: Endpoint,
     request: Request,
 ) -> Result<(Picked, UpstreamResponse), ApiError> {
-    let model = requested_model(&endpoint, &request)?;
-    let mut route = Route { endpoint, model, prompts: Prompts::default() };
+    let (model, samples) = requested(&endpoint, &request)?;
+    let sessions = service.shared.steering.sessions.as_ref();
+    let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
+    let mut route = Route { endpoint, model, samples, session, prompts: Prompts::default() };
     if service.shared.settings.policy == Policy::KvAware && route.endpoint != Endpoint::Forward {
         let view = service.view();
         let (_, pool) = pool_of(&view.fleet, &route)?;
@@ -99,15 +104,20 @@ async fn attempts(
         };
         match send(service, &request, &picked).await {
             Ok(response) if may_retry && response.status.is_server_error() => {
+                picked.failed();
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 service.shared.metrics.retried("status");
             }
             Ok(response) => return Ok((picked, response)),
             Err(error) if may_retry => {
+                picked.failed();
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
                 service.shared.metrics.retried(error.phase());
             }
-            Err(error) => return Err(worker_error(&picked, &error)),
+            Err(error) => {
+                picked.failed();
+                return Err(worker_error(&picked, &error));
+            }
         }
         tried.push(picked.worker.id.clone());
     }
@@ -119,7 +129,16 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
     let view = service.view();
     let (model, pool) = pool_of(&view.fleet, route)?;
     let by_load = route.endpoint == Endpoint::Forward;
-    let wish = Wish { model, role: Role::Mixed, pool, prompts: &route.prompts, tried, by_load };
+    let wish = Wish {
+        model,
+        role: Role::Mixed,
+        pool,
+        prompts: &route.prompts,
+        samples: route.samples,
+        session: route.session,
+        tried,
+        by_load,
+    };
     let Some(picked) = pick(service, &view, &wish) else { return Ok(None) };
     let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
         && route::untried(&view.fleet, pool, tried)
@@ -148,12 +167,13 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
     }
 }
 
-fn requested_model(endpoint: &Endpoint, request: &Request) -> Result<String, ApiError> {
+/// The model that a request names, empty for none, and the samples that it asks for.
+fn requested(endpoint: &Endpoint, request: &Request) -> Result<(String, u32), ApiError> {
     if *endpoint == Endpoint::Forward {
-        return Ok(forwarded_model(request));
+        return Ok((forwarded_model(request), 1));
     }
     let fields = RoutingFields::parse(&request.body).map_err(|error| ApiError::BadRequest(error.to_string()))?;
-    Ok(fields.model.map(|model| model.into_owned()).unwrap_or_default())
+    Ok((fields.model.map(|model| model.into_owned()).unwrap_or_default(), fields.samples.count()))
 }
 
 /// Paths that the router does not know: the model is where the body's form has it, else in the query. A body
@@ -202,6 +222,11 @@ async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Re
 
 async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Responder, received: Instant) -> Outcome {
     let status = response.status;
+    if status.is_success() {
+        picked.served();
+    } else if status.is_server_error() {
+        picked.failed();
+    }
     let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
     let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
     let mut observer = AnswerObserver::new();
@@ -219,6 +244,7 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
             Outcome::from(status)
         }
         RelayOutcome::UpstreamFailed(error) => {
+            picked.failed();
             warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "an answer was cut by its worker");
             Outcome::Error
         }

@@ -9,7 +9,9 @@ mod pick;
 mod prompts;
 mod service;
 mod shared;
+mod steering;
 
 pub use metrics::RequestMetrics;
 pub use service::{RouterService, metrics_response};
 pub use shared::{ControlAsk, ControlPlane, Lifecycle, Settings, Shared};
+pub use steering::{Steering, SteeringSettings};

@@ -1,27 +1,49 @@
 //! Pick and booking as one step, between two awaits: candidates from the view, hits from the index, load
-//! from the atomics, the choice from `route`, and the charge on the chosen target.
+//! from the atomics, the choice from `route`, from the request's session or from decode demand, and the charge on
+//! the chosen target.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tracing::info;
+use tracing::{Level, debug, enabled, info};
 
 use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
 use super::service::{Handles, RouterService, Scratch};
-use crate::fleet::{Target, Worker};
+use super::steering::{SessionName, Turn};
+use crate::decode_demand::{self, DecodeCandidate, DecodeDemand, Input, Reservation, Selection};
+use crate::fleet::{Fleet, RecordId, Target, Worker};
 use crate::hash::BlockHash;
-use crate::index::View;
+use crate::index::{Hits, View};
 use crate::load::Booking;
-use crate::route::{self, Candidate, Policy};
+use crate::route::affinity::Lease;
+use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy, RecentLoad};
 use crate::worker::{Name, Role};
 
-/// A booked target. Dropping it releases the charge.
+/// A booked target. Dropping it releases all that was charged for it.
 pub(super) struct Picked {
     pub worker: Arc<Worker>,
     pub address: SocketAddr,
     pub rank: Option<u32>,
     pub handles: Handles,
     _booking: Booking,
+    _reservation: Option<Reservation>,
+    session: Option<Lease>,
+}
+
+impl Picked {
+    /// The worker has answered the request well: its session stays with it.
+    pub fn served(&self) {
+        if let Some(session) = &self.session {
+            session.served();
+        }
+    }
+
+    /// The worker has failed the request: its session is free to go elsewhere.
+    pub fn failed(&self) {
+        if let Some(session) = &self.session {
+            session.failed();
+        }
+    }
 }
 
 /// What a pick is for.
@@ -30,6 +52,10 @@ pub(super) struct Wish<'a> {
     pub role: Role,
     pub pool: &'a [u32],
     pub prompts: &'a Prompts,
+    /// Samples that the request asks for.
+    pub samples: u32,
+    /// The session that the request belongs to.
+    pub session: Option<SessionName>,
     /// Workers that failed this request already.
     pub tried: &'a [Name],
     /// Paths without a prompt are spread by load, whatever the policy.
@@ -43,23 +69,58 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Opt
     let Scratch { hits, candidates, indexes } = &mut *scratch;
     indexes.clear();
     indexes.extend(route::untried(&view.fleet, wish.pool, wish.tried));
-
+    if indexes.is_empty() {
+        return None;
+    }
     if wish.by_load {
         let index = route::by_load(&view.fleet, indexes.iter().copied())?;
-        return book(service, &view.fleet.targets[index as usize], Arc::new([]));
+        return Charge::of(Arc::new([])).on(service, &view.fleet.targets[index as usize]);
     }
+    let sessions = shared.steering.sessions.as_ref();
+    let turn = sessions.zip(wish.session).and_then(|(sessions, name)| sessions.turn(name, wish.model, wish.role));
+    let session = Session { turn, fleet: &view.fleet, indexes };
     if shared.settings.policy == Policy::RoundRobin {
-        let index = service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes)?;
+        let choose = || service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes);
+        let (index, lease) = match session.follow() {
+            Some((place, lease)) => (indexes[place], Some(lease)),
+            None => {
+                let index = choose()?;
+                match session.claim(index) {
+                    Some((place, lease)) => (indexes[place], Some(lease)),
+                    None => (index, None),
+                }
+            }
+        };
         let target = &view.fleet.targets[index as usize];
         info!(policy = "round-robin", role = wish.role.as_str(), picked = &*target.route_key, "pick");
-        return book(service, target, Arc::new([]));
+        return Charge { session: lease, ..Charge::of(Arc::new([])) }.on(service, target);
     }
+    fill(service, view, wish, indexes, hits, candidates);
+    kv_aware(service, view, wish, candidates, &session)
+}
 
+/// One candidate per target: what it holds of the prompt or of the images, and its load.
+fn fill(
+    service: &RouterService,
+    view: &View,
+    wish: &Wish<'_>,
+    indexes: &[u32],
+    hits: &mut Hits,
+    candidates: &mut Vec<Candidate>,
+) {
+    let steering = &service.shared.steering;
+    let facts = &wish.prompts.facts;
+    // Images are encoded at prefill: a decode worker holds none.
+    let images: &[_] = if wish.role == Role::Decode { &[] } else { &facts.images };
+    let is_idle = indexes.iter().all(|index| view.fleet.targets[*index as usize].load.requests() == 0);
+    let recent_weight = steering.recent_load.weight(is_idle);
+    let pick_number = steering.picks.current();
     candidates.clear();
     let mut queried: Option<*const BlockHash> = None;
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
-        let blocks = wish.prompts.blocks_for(target);
+        // Beside an image the text's blocks say nothing: the placeholder is the same whatever the image.
+        let blocks = wish.prompts.blocks_for(target).filter(|_| !facts.is_multimodal);
         // Targets with the same rules and block size share one query.
         if let Some(blocks) = blocks
             && queried != Some(blocks.as_ptr())
@@ -67,44 +128,211 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Opt
             view.index.query(blocks, hits);
             queried = Some(blocks.as_ptr());
         }
+        let (request_blocks, cache_hits, block_tokens) = if facts.is_multimodal {
+            let held = if images.is_empty() { 0 } else { steering.images.held(target.id, images) };
+            (IMAGE_BLOCKS * images.len() as u32, IMAGE_BLOCKS * held, DEFAULT_BLOCK_TOKENS)
+        } else {
+            (
+                blocks.map_or(0, |blocks| blocks.len() as u32),
+                blocks.map_or(0, |_| hits.depth(target.slot)),
+                target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
+            )
+        };
         candidates.push(Candidate {
             target: index,
-            request_blocks: blocks.map_or(0, |blocks| blocks.len() as u32),
-            cache_hits: blocks.map_or(0, |_| hits.depth(target.slot)),
+            request_blocks,
+            cache_hits,
             active_blocks: target.load.active_blocks(),
+            recent_blocks: if recent_weight > 0.0 {
+                recent_weight * route::recent_blocks(&target.load, pick_number)
+            } else {
+                0.0
+            },
             picked_at_ns: target.load.picked_at_ns(),
-            block_tokens: target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
+            block_tokens,
         });
     }
-    let weight = shared.settings.overlap_weight;
-    let choice = route::pick(weight, candidates)?;
-    let target = &view.fleet.targets[choice.target as usize];
-    let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
-    shared.metrics.picked(choice.cache_hits, choice.request_blocks);
+}
+
+fn kv_aware(
+    service: &RouterService,
+    view: &View,
+    wish: &Wish<'_>,
+    candidates: &[Candidate],
+    session: &Session<'_>,
+) -> Option<Picked> {
+    let shared = &service.shared;
+    let facts = &wish.prompts.facts;
+    let weight = shared.settings.overlap_weight * facts.retention.weight_factor();
+    let demand = Demand::of(service, view, wish);
+    let mut place;
+    let mut reservation = None;
+    let mut lease = None;
+    if let Some((followed, held)) = session.follow() {
+        (place, lease) = (followed, Some(held));
+        reservation = demand.as_ref().map(|demand| demand.book(candidates, place));
+    } else {
+        let original = route::pick(weight, candidates)?.target;
+        place = candidates.iter().position(|candidate| candidate.target == original)?;
+        if let Some(demand) = &demand {
+            let (selection, reserved) = demand.select(candidates, place);
+            (place, reservation) = (selection.picked, Some(reserved));
+        }
+        if let Some((agreed, held)) = session.claim(candidates[place].target) {
+            if agreed != place {
+                // Another turn of the session was first; what was reserved by this one's own choice is given up.
+                place = agreed;
+                reservation = demand.as_ref().map(|demand| demand.book(candidates, place));
+            }
+            lease = Some(held);
+        }
+    }
+    let chosen = &candidates[place];
+    let target = &view.fleet.targets[chosen.target as usize];
+    let (cache_hits, request_blocks) =
+        if facts.is_multimodal { (0, 0) } else { (chosen.cache_hits, chosen.request_blocks) };
+    shared.metrics.picked(cache_hits, request_blocks);
+    let mm_affinity_hits = if facts.is_multimodal { chosen.cache_hits / IMAGE_BLOCKS } else { 0 };
+    if facts.is_multimodal && wish.role != Role::Decode {
+        shared.steering.images.record(&view.fleet, target.id, &facts.images);
+    }
+    if shared.steering.recent_load != RecentLoad::Off {
+        route::charge(&target.load, &shared.steering.picks, chosen.request_blocks, chosen.cache_hits);
+    }
     info!(
         policy = "kv-aware",
         role = wish.role.as_str(),
+        retention = facts.retention.as_str(),
         picked = &*target.route_key,
-        cache_hits = choice.cache_hits,
-        request_blocks = choice.request_blocks,
-        active_blocks = choice.active_blocks,
-        w_overlap = weight,
+        cache_hits,
+        request_blocks,
+        active_blocks = chosen.active_blocks,
+        w_overlap = if facts.is_multimodal { 0.0 } else { weight },
+        mm_images = facts.images.len(),
+        mm_affinity_hits,
         "pick"
     );
-    book(service, target, blocks)
+    let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
+    Charge { blocks, reservation, session: lease }.on(service, target)
 }
 
-/// A target without an address is not routable, and the fleet lists none.
-fn book(service: &RouterService, target: &Target, blocks: Arc<[BlockHash]>) -> Option<Picked> {
-    let address = target.worker.address?;
-    let shared = &service.shared;
-    let handles = service.handles.of(&shared.metrics, target);
-    handles.picks.inc();
-    Some(Picked {
-        worker: target.worker.clone(),
-        address,
-        rank: target.rank,
-        handles,
-        _booking: Booking::new(target.id, &target.load, blocks, &shared.ledger, shared.now_ns()),
-    })
+/// The session of a pick, if it has one, among the targets that may serve it.
+struct Session<'a> {
+    turn: Option<Turn<'a>>,
+    fleet: &'a Fleet,
+    indexes: &'a [u32],
+}
+
+impl Session<'_> {
+    /// Place of the target that the session is bound to.
+    fn follow(&self) -> Option<(usize, Lease)> {
+        self.placed(self.turn?.follow(|record| self.place_of(record).is_some())?)
+    }
+
+    /// Binds the session to the target of this index of the fleet, or to what another turn has bound it to
+    /// meanwhile: gives the place of the target that it is to be.
+    fn claim(&self, index: u32) -> Option<(usize, Lease)> {
+        let record = self.fleet.targets[index as usize].record_id;
+        self.placed(self.turn?.claim(record, |record| self.place_of(record).is_some())?)
+    }
+
+    fn placed(&self, lease: Lease) -> Option<(usize, Lease)> {
+        Some((self.place_of(lease.target())?, lease))
+    }
+
+    fn place_of(&self, record: RecordId) -> Option<usize> {
+        self.indexes.iter().position(|index| self.fleet.targets[*index as usize].record_id == record)
+    }
+}
+
+/// Decode demand as one pick sees it; only for decode picks, and only when it is switched on.
+struct Demand<'a> {
+    demand: &'a DecodeDemand,
+    view: &'a View,
+    wish: &'a Wish<'a>,
+}
+
+impl<'a> Demand<'a> {
+    fn of(service: &'a RouterService, view: &'a View, wish: &'a Wish<'a>) -> Option<Self> {
+        let demand = service.shared.steering.demand.as_ref().filter(|_| wish.role == Role::Decode)?;
+        Some(Self { demand, view, wish })
+    }
+
+    fn candidate(&self, candidate: &Candidate) -> (DecodeCandidate<'a>, Input) {
+        let target = &self.view.fleet.targets[candidate.target as usize];
+        let (tokens, input) = self.wish.prompts.tokens_for(target);
+        let tokens = decode_demand::request_tokens(tokens, self.wish.samples);
+        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load() }, input)
+    }
+
+    fn book(&self, candidates: &[Candidate], place: usize) -> Reservation {
+        self.demand.book(&self.candidate(&candidates[place]).0)
+    }
+
+    fn select(&self, candidates: &[Candidate], original: usize) -> (Selection, Reservation) {
+        let mut input = Input::Exact;
+        let rows: Vec<DecodeCandidate<'_>> = candidates
+            .iter()
+            .map(|candidate| {
+                let (row, counted) = self.candidate(candidate);
+                if counted == Input::Estimated {
+                    input = counted;
+                }
+                row
+            })
+            .collect();
+        let is_shown = enabled!(target: "infera_router::decode_demand", Level::DEBUG);
+        let mut projected = Vec::new();
+        let (selection, reservation) = self.demand.select(&rows, original, input, is_shown.then_some(&mut projected));
+        if is_shown {
+            self.show(candidates, &projected, selection, input);
+        }
+        (selection, reservation)
+    }
+
+    /// The debug event of one decision: targets and numbers, no text of the request.
+    fn show(&self, candidates: &[Candidate], projected: &[u64], selection: Selection, input: Input) {
+        let key = |place: usize| &*self.view.fleet.targets[candidates[place].target as usize].route_key;
+        debug!(
+            target: "infera_router::decode_demand",
+            mode = self.demand.mode().as_str(),
+            input = input.as_str(),
+            candidates = ?(0..candidates.len()).map(key).collect::<Vec<_>>(),
+            projected_tokens = ?projected,
+            original = key(selection.original),
+            suggested = key(selection.suggested),
+            selected = key(selection.picked),
+            "decode input demand"
+        );
+    }
+}
+
+/// What is charged with a pick.
+struct Charge {
+    blocks: Arc<[BlockHash]>,
+    reservation: Option<Reservation>,
+    session: Option<Lease>,
+}
+
+impl Charge {
+    fn of(blocks: Arc<[BlockHash]>) -> Self {
+        Self { blocks, reservation: None, session: None }
+    }
+
+    /// A target without an address is not routable, and the fleet lists none.
+    fn on(self, service: &RouterService, target: &Target) -> Option<Picked> {
+        let address = target.worker.address?;
+        let shared = &service.shared;
+        let handles = service.handles.of(&shared.metrics, target);
+        handles.picks.inc();
+        Some(Picked {
+            worker: target.worker.clone(),
+            address,
+            rank: target.rank,
+            handles,
+            _booking: Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns()),
+            _reservation: self.reservation,
+            session: self.session,
+        })
+    }
 }

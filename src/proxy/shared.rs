@@ -7,6 +7,7 @@ use std::time::Instant;
 use infera_shards::{Completion, Response};
 
 use super::metrics::RequestMetrics;
+use super::steering::Steering;
 use crate::index::SharedView;
 use crate::load::LedgerSink;
 use crate::prompt::Prompter;
@@ -63,6 +64,7 @@ pub struct Shared {
     pub prompter: Option<Arc<Prompter>>,
     pub encoders: EncoderPool,
     pub metrics: Arc<RequestMetrics>,
+    pub steering: Arc<Steering>,
     pub control: Arc<dyn ControlPlane>,
     pub lifecycle: Arc<Lifecycle>,
     /// Zero of the monotonic nanoseconds that picks are stamped with.

@@ -14,6 +14,8 @@ pub struct Candidate {
     pub cache_hits: u32,
     /// Distinct blocks of prompts in flight on the target.
     pub active_blocks: u64,
+    /// Blocks that it missed lately, decayed; 0 where recent load has no part in the cost.
+    pub recent_blocks: f64,
     /// When it was last picked, nanoseconds on a monotonic clock.
     pub picked_at_ns: u64,
     /// Tokens per block; brings the costs of targets with different block sizes to one unit.
@@ -33,7 +35,14 @@ pub struct Choice {
 /// Cost in blocks of the target's own size. A weight of 0 drops the cache term.
 pub fn cost(overlap_weight: f64, candidate: &Candidate) -> f64 {
     let missing_blocks = candidate.request_blocks.saturating_sub(candidate.cache_hits);
-    overlap_weight * f64::from(missing_blocks) + candidate.active_blocks as f64
+    overlap_weight * f64::from(missing_blocks) + candidate.load()
+}
+
+impl Candidate {
+    /// The load term: what is in flight and what came lately.
+    pub fn load(&self) -> f64 {
+        self.active_blocks as f64 + self.recent_blocks
+    }
 }
 
 /// Lowest cost; ties go to fewer active blocks, then to the least recently picked, then to the order of
@@ -54,7 +63,7 @@ pub fn pick(overlap_weight: f64, candidates: &[Candidate]) -> Option<Choice> {
             None => true,
             Some((best_cost, holder)) => candidate_cost
                 .total_cmp(&best_cost)
-                .then(candidate.active_blocks.cmp(&holder.active_blocks))
+                .then(candidate.load().total_cmp(&holder.load()))
                 .then(candidate.picked_at_ns.cmp(&holder.picked_at_ns))
                 .is_lt(),
         };
@@ -76,7 +85,16 @@ mod tests {
     use super::*;
 
     fn candidate(target: u32, cache_hits: u32, active_blocks: u64) -> Candidate {
-        Candidate { target, request_blocks: 10, cache_hits, active_blocks, picked_at_ns: 0, block_tokens: 16 }
+        let block_tokens = 16;
+        Candidate {
+            target,
+            request_blocks: 10,
+            cache_hits,
+            active_blocks,
+            recent_blocks: 0.0,
+            picked_at_ns: 0,
+            block_tokens,
+        }
     }
 
     fn check(weight: f64, candidates: &[Candidate], picked: u32) {
@@ -110,6 +128,14 @@ mod tests {
     fn a_hot_holder_is_left_for_a_cold_target_once_its_load_outweighs_the_prefix() {
         check(1.0, &[candidate(0, 9, 9), candidate(1, 0, 0)], 1);
         check(1.0, &[candidate(0, 9, 8), candidate(1, 0, 0)], 0);
+    }
+
+    #[test]
+    fn recent_misses_weigh_as_load() {
+        let holder = candidate(0, 8, 0);
+        check(1.0, &[holder, candidate(1, 0, 0)], 0);
+        check(1.0, &[Candidate { recent_blocks: 8.5, ..holder }, candidate(1, 0, 0)], 1);
+        check(1.0, &[Candidate { recent_blocks: 0.5, ..candidate(0, 5, 5) }, candidate(1, 5, 5)], 1);
     }
 
     #[test]

@@ -1,12 +1,21 @@
 //! Picking a target: candidates in, one choice out. Pure and deterministic for the same inputs; the clock
 //! and the load are arguments. Never does IO and never books: the caller books what is picked here.
 
+pub mod affinity;
 mod candidates;
+mod facts;
+mod hints;
+mod images;
 mod kv_aware;
+mod recent;
 mod round_robin;
 
 pub use candidates::{Topology, TopologyError, by_load, topology, untried};
+pub use facts::BodyFacts;
+pub use hints::Retention;
+pub use images::{IMAGE_BLOCKS, ImageKey, ImageLru, ImageTable};
 pub use kv_aware::{Candidate, Choice, cost, pick};
+pub use recent::{PickCounter, RecentLoad, charge, recent_blocks};
 pub use round_robin::RoundRobin;
 
 /// `--router-policy`.
@@ -24,3 +33,6 @@ impl Policy {
         }
     }
 }
+
+#[cfg(test)]
+mod field_reports;

@@ -6,6 +6,7 @@
 mod etcd;
 mod support;
 
+mod affinity;
 mod demo;
 mod discovery;
 mod failures;
