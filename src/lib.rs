@@ -17,6 +17,7 @@ pub mod load;
 pub mod route;
 // Protocols.
 pub mod api;
+pub mod pd;
 // Exchange.
 pub mod proxy;
 // Slow side.
