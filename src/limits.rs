@@ -27,3 +27,42 @@ pub const BLOCK_TOKENS_MAX: usize = 1 << 16;
 
 /// Characters of rendered prompt text.
 pub const RENDERED_BYTES_MAX: usize = 64 << 20;
+
+/// Workers of one source; registrations beyond it are skipped and counted.
+pub const WORKERS_MAX: usize = 16_384;
+
+/// The workers file, bytes.
+pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
+
+/// What is read of an engine's answer to discovery's questions, bytes; `/metrics` is the long one.
+pub const ENGINE_ANSWER_BYTES_MAX: usize = 8 << 20;
+
+/// Questions that discovery has open at engines at a time.
+pub const ENGINE_QUESTIONS_MAX: usize = 64;
+
+/// Messages between discovery's tasks; a full queue slows the sender.
+pub const DISCOVERY_QUEUE_MESSAGES: usize = 256;
+
+/// One message from etcd, bytes.
+pub const ETCD_MESSAGE_BYTES_MAX: usize = 64 << 20;
+/// Fuel of one template rendering: one unit pays for an instruction or 64 bytes of text. A conversation of
+/// 10,000 messages takes about 2 million.
+pub const TEMPLATE_FUEL: u64 = 16_000_000;
+
+/// Nested macro calls, includes and loops of one rendering.
+pub const TEMPLATE_RECURSION_MAX: usize = 128;
+/// Live batches held back while one publisher's gap is being replayed; beyond either bound the rank is reset.
+pub const REPLAY_HELD_BATCHES_MAX: usize = 10_000;
+pub const REPLAY_HELD_BYTES_MAX: usize = 64 << 20;
+
+/// Blocks per worker and rank that wait for an unknown parent; the oldest goes first.
+pub const ORPHAN_BLOCKS_MAX: usize = 16_384;
+
+/// Names of removed blocks that each worker and rank keeps, so that a late child still finds its parent.
+pub const TOMBSTONES_MAX: usize = 1_024;
+
+/// Blocks in one run of the radix index: bounds the copy that a change of one block costs.
+pub const RUN_BLOCKS_MAX: usize = 512;
+
+/// Slots (worker and rank) in the index at one time.
+pub const SLOTS_MAX: usize = 60_000;

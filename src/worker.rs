@@ -3,9 +3,15 @@
 //!
 //! Source of the wire form: the registration record of AMD's Infera (`<prefix><worker_id>` in etcd).
 
+mod parse;
+mod url;
+
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+
+pub use parse::{ParsedRecord, RecordError};
+pub use url::{UrlError, WorkerUrl, check_events_endpoint};
 
 /// What a worker does in a disaggregated fleet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -28,53 +34,107 @@ impl Role {
     }
 }
 
+impl std::str::FromStr for Role {
+    type Err = ();
+
+    /// The three wire spellings, lowercase only.
+    fn from_str(text: &str) -> Result<Self, ()> {
+        match text {
+            "mixed" => Ok(Role::Mixed),
+            "prefill" => Ok(Role::Prefill),
+            "decode" => Ok(Role::Decode),
+            _ => Err(()),
+        }
+    }
+}
+
+/// The engines whose side endpoints and protocols differ. Routing itself does not look at this.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum EngineKind {
+    Sglang,
+    Vllm,
+    Atom,
+    /// Absent or not one of ours: treated as a plain OpenAI-style server.
+    #[default]
+    Unknown,
+}
+
+impl EngineKind {
+    /// From the record's `engine` member; case does not matter.
+    pub fn from_name(name: &str) -> Self {
+        match name {
+            _ if name.eq_ignore_ascii_case("sglang") => EngineKind::Sglang,
+            _ if name.eq_ignore_ascii_case("vllm") => EngineKind::Vllm,
+            _ if name.eq_ignore_ascii_case("atom") => EngineKind::Atom,
+            _ => EngineKind::Unknown,
+        }
+    }
+}
+
 /// One registration record. Unknown members are ignored; an explicit `null` for a member that is not
-/// optional is an error, as in the system this one replaces.
+/// optional is an error, as in the system this one replaces. Values are checked when a record is parsed
+/// ([`WorkerRecord::parse`]); a record built by hand is as good as its builder.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "serde_json::Value")]
 pub struct WorkerRecord {
     /// `<advertise_host>:<http_port>`; identity everywhere.
     pub worker_id: String,
-    /// Base URL, `http://host:port[/]`.
+    /// Base URL, `http://host:port[/]`, as registered; [`WorkerRecord::endpoint`] takes it apart.
     pub url: String,
     /// Exact match with the request's `model`; empty while it is not known yet.
-    #[serde(default)]
     pub model_name: String,
     /// `sglang`, `vllm`, `atom` or empty.
-    #[serde(default)]
     pub engine: String,
     /// Only `active` is routable.
-    #[serde(default = "active")]
     pub status: String,
-    #[serde(default)]
     pub disagg_mode: Role,
-    #[serde(default)]
     pub disagg_meta: Option<serde_json::Value>,
     /// ZMQ address of rank 0's event publisher; rank r publishes on port + r.
-    #[serde(default)]
     pub kv_events_endpoint: Option<String>,
-    /// Tokens per KV block.
-    #[serde(default)]
+    /// ZMQ address of rank 0's replay socket (port + r as above). Not part of Infera's record: given on the
+    /// command line or learnt from the engine; never written when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_replay_endpoint: Option<String>,
+    /// Tokens per KV block, at least 1.
     pub kv_block_size: Option<u32>,
     /// Set: a worker dedicated to one rank.
-    #[serde(default)]
     pub dp_rank: Option<u32>,
-    /// Above 1 with `dp_rank` absent: a rank-multiplexed worker, one target per rank.
-    #[serde(default)]
+    /// Above 1 with `dp_rank` absent: a rank-multiplexed worker, one target per rank. At most
+    /// [`crate::limits::DP_RANKS_MAX`].
     pub dp_size: Option<u32>,
     /// `http` or `nats`.
-    #[serde(default = "http")]
     pub request_transport: String,
 }
 
-fn active() -> String {
-    "active".to_owned()
-}
-
-fn http() -> String {
-    "http".to_owned()
-}
-
 impl WorkerRecord {
+    /// A record with every optional member at its default: active, mixed, over HTTP, nothing known.
+    pub fn new(worker_id: impl Into<String>, url: impl Into<String>) -> Self {
+        WorkerRecord {
+            worker_id: worker_id.into(),
+            url: url.into(),
+            model_name: String::new(),
+            engine: String::new(),
+            status: "active".to_owned(),
+            disagg_mode: Role::Mixed,
+            disagg_meta: None,
+            kv_events_endpoint: None,
+            kv_replay_endpoint: None,
+            kv_block_size: None,
+            dp_rank: None,
+            dp_size: None,
+            request_transport: "http".to_owned(),
+        }
+    }
+
+    /// The URL taken apart. Never fails for a record that came from [`WorkerRecord::parse`].
+    pub fn endpoint(&self) -> Result<WorkerUrl, UrlError> {
+        WorkerUrl::parse(&self.url)
+    }
+
+    pub fn engine_kind(&self) -> EngineKind {
+        EngineKind::from_name(&self.engine)
+    }
+
     /// Ranks that are separate routing targets: `dp_size` for a rank-multiplexed worker, else 1.
     pub fn rank_count(&self) -> u32 {
         match (self.dp_rank, self.dp_size) {
@@ -100,3 +160,6 @@ pub struct Generation(pub u64);
 
 /// Shared spelling of a worker id or a route key.
 pub type Name = Arc<str>;
+
+#[cfg(test)]
+mod tests;

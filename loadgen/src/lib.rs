@@ -1,1 +1,8 @@
-//! placeholder
+//! Owns the measuring side of the project: simulated engines, workloads, load generation, the demo. Never imports the
+//! router, so that both sides can only agree through the wire.
+
+pub mod engine;
+pub mod net;
+pub mod prompt;
+pub mod seed;
+pub mod words;

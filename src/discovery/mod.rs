@@ -1,1 +1,184 @@
-//! placeholder
+//! Discovery: one control thread that knows which workers there are. It reads the sources (command line, workers
+//! file, etcd), completes what a record leaves open by asking the engine, resolves names, and hands every changed
+//! set to one callback. It never touches a request, and trouble with a source never empties the fleet.
+
+mod ask;
+mod attendant;
+mod departures;
+mod etcd;
+mod facts;
+mod file;
+mod registry;
+mod source;
+mod status;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::fleet::DiscoveredWorker;
+use crate::worker::WorkerRecord;
+
+/// Where workers come from. Sources add up: a worker named by more than one of them is one worker.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DiscoveryConfig {
+    /// Workers of the command line; members left open (model, block size, …) are asked for.
+    pub workers: Vec<WorkerRecord>,
+    /// JSON array of registration records, read again when its content changes.
+    pub workers_file: Option<PathBuf>,
+    pub etcd: Option<EtcdConfig>,
+    pub timing: Timing,
+}
+
+/// The registry of the system this one replaces: one key per worker below a prefix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EtcdConfig {
+    /// `http://host:port`, tried in turn.
+    pub endpoints: Vec<String>,
+    /// Ends in `/`.
+    pub prefix: String,
+}
+
+/// Every period of the discovery thread. The defaults are the product's; tests shorten them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timing {
+    /// Between two looks at the workers file.
+    pub file_poll: Duration,
+    /// Between two resolutions of a worker's host name.
+    pub resolve_every: Duration,
+    /// First and longest pause between two questions to a worker that has not answered.
+    pub ask_backoff: (Duration, Duration),
+    /// Between two questions to a worker whose facts came from asking: it may be restarted with another model.
+    pub ask_again_every: Duration,
+    /// One question, connection included.
+    pub ask_timeout: Duration,
+    /// First and longest pause between two attempts to reach etcd.
+    pub etcd_backoff: (Duration, Duration),
+    /// Connecting to etcd, and one list.
+    pub etcd_timeout: Duration,
+    /// Between two progress requests on a quiet watch.
+    pub etcd_progress_every: Duration,
+    /// A watch that says nothing for this long, progress included, is given up.
+    pub etcd_silence_max: Duration,
+    /// How long workers that vanished together are kept while they still answer.
+    pub departure_grace: Duration,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Timing {
+            file_poll: Duration::from_secs(1),
+            resolve_every: Duration::from_secs(30),
+            ask_backoff: (Duration::from_millis(500), Duration::from_secs(10)),
+            ask_again_every: Duration::from_secs(30),
+            ask_timeout: Duration::from_secs(5),
+            etcd_backoff: (Duration::from_millis(250), Duration::from_secs(5)),
+            etcd_timeout: Duration::from_secs(5),
+            etcd_progress_every: Duration::from_secs(2),
+            etcd_silence_max: Duration::from_secs(8),
+            departure_grace: Duration::from_secs(60),
+        }
+    }
+}
+
+/// How far discovery can be trusted right now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Every source was heard of recently.
+    Ok,
+    /// A source is away or damaged, or vanished workers are being kept; the last set is served.
+    Degraded,
+    /// A source has never been read since the start.
+    Down,
+}
+
+impl State {
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            State::Ok => "ok",
+            State::Degraded => "degraded",
+            State::Down => "down",
+        }
+    }
+}
+
+/// One moment of discovery, for `/metrics`, `/ready` and the log.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Status {
+    pub state: State,
+    /// Why the state is not `ok`; empty otherwise.
+    pub reason: String,
+    /// Time since the slowest source was last heard of; absent when there is none to hear of (command line
+    /// only) or none has answered so far.
+    pub last_contact_age: Option<Duration>,
+    /// Records skipped since the start: malformed, duplicate keys, out of range.
+    pub records_skipped_total: u64,
+    /// Workers in the last published set, and those of them that are pending.
+    pub workers: usize,
+    pub workers_pending: usize,
+}
+
+/// The running discovery thread. Dropping the handle stops it.
+pub struct DiscoveryHandle {
+    shared: std::sync::Arc<status::Shared>,
+    stop: Option<tokio::sync::oneshot::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+/// Namespace of [`Discovery::start`].
+pub struct Discovery;
+
+impl Discovery {
+    /// Starts the thread. `on_update` is called on it with every set that differs from the one before, sorted by
+    /// worker id, never with a set that trouble with a source made smaller; the first call comes as soon as
+    /// something is known. Fails only when the thread or its runtime cannot be created.
+    pub fn start(
+        config: DiscoveryConfig,
+        on_update: impl Fn(Vec<DiscoveredWorker>) + Send + 'static,
+    ) -> std::io::Result<DiscoveryHandle> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let shared = std::sync::Arc::new(status::Shared::new(&config));
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let thread_shared = shared.clone();
+        let thread = std::thread::Builder::new().name("discovery".to_owned()).spawn(move || {
+            runtime.block_on(registry::run(config, thread_shared, on_update, stopped));
+            // A resolver call may hang for its own long timeout; it holds nothing that matters.
+            runtime.shutdown_background();
+        })?;
+        Ok(DiscoveryHandle { shared, stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl DiscoveryHandle {
+    pub fn status(&self) -> Status {
+        self.shared.snapshot(std::time::Instant::now())
+    }
+
+    /// A cheap handle on the status for threads that outlive this value.
+    pub fn status_reader(&self) -> impl Fn() -> Status + Clone + Send + Sync + 'static {
+        let shared = self.shared.clone();
+        move || shared.snapshot(std::time::Instant::now())
+    }
+
+    /// Ends the thread and waits for it; the callback is not called afterwards.
+    pub fn stop(mut self) {
+        self.shutdown();
+    }
+
+    fn shutdown(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the discovery thread panicked");
+        }
+    }
+}
+
+impl Drop for DiscoveryHandle {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+#[cfg(test)]
+mod tests;

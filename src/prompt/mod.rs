@@ -1,1 +1,97 @@
-//! placeholder
+//! The prompt side: request body -> rendered text -> token ids -> block hashes, exactly as the engine does it.
+//!
+//! Never fails a request: whatever goes wrong is a counted `NoBlocks`, and the request is routed by load.
+//! Never does IO after `Prompter::load`.
+
+pub mod extract;
+pub mod json;
+pub mod pool;
+
+mod content_form;
+mod encoder;
+mod hugging_face;
+mod methods;
+mod model_files;
+mod prompter;
+mod python;
+mod refusal;
+mod request;
+mod sglang;
+mod template;
+mod tree;
+mod vllm;
+
+use std::sync::Arc;
+
+use crate::hash::{self, BlockHash};
+
+pub use prompter::{Prompter, PrompterOptions};
+pub use refusal::NoBlocks;
+
+/// Which OpenAI endpoint a body was sent to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Endpoint {
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/completions`
+    Completions,
+}
+
+/// Whose rules turn messages into the template's input.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum EngineRules {
+    #[default]
+    Vllm,
+    Sglang,
+}
+
+impl EngineRules {
+    /// Rules for the `engine` member of a worker record; unknown engines are taken for vLLM.
+    pub fn of_engine(engine: &str) -> Self {
+        if engine.eq_ignore_ascii_case("sglang") { EngineRules::Sglang } else { EngineRules::Vllm }
+    }
+}
+
+/// The engine's view of one prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prompt {
+    /// Rendered text; `None` for a prompt that was given as token ids.
+    pub text: Option<String>,
+    pub ids: Vec<u32>,
+}
+
+/// What routing needs of one prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PromptBlocks {
+    /// Chained hashes of the full blocks, first to last.
+    pub hashes: Arc<[BlockHash]>,
+    /// Tokens of the prompt, the unfinished tail included.
+    pub tokens: usize,
+}
+
+impl Prompt {
+    /// Blocks of `block_size` tokens.
+    pub fn blocks(&self, block_size: usize) -> PromptBlocks {
+        PromptBlocks { hashes: hash::prompt_blocks(&self.ids, block_size).into(), tokens: self.ids.len() }
+    }
+}
+
+/// Blocks of a body, with or without a tokenizer at hand: a prompt of token ids needs none.
+pub fn blocks(
+    prompter: Option<&Prompter>,
+    endpoint: Endpoint,
+    engine: EngineRules,
+    body: &[u8],
+    block_size: usize,
+) -> Result<PromptBlocks, NoBlocks> {
+    match prompter {
+        Some(prompter) => prompter.blocks(endpoint, engine, body, block_size),
+        None => tokens_without_tokenizer(endpoint, body).map(|prompt| prompt.blocks(block_size)),
+    }
+}
+
+/// The prompt of a body whose prompt is token ids; `NoTokenizer` for any other that has one.
+pub fn tokens_without_tokenizer(endpoint: Endpoint, body: &[u8]) -> Result<Prompt, NoBlocks> {
+    let _ = endpoint;
+    prompter::token_ids(body)
+}

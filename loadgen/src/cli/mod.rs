@@ -1,0 +1,44 @@
+//! Owns the subcommands' flags and the choice between them.
+
+mod engine;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Load generator and simulated engines for LLM routers.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run simulated engines until interrupted.
+    Engine(engine::EngineArguments),
+}
+
+pub fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let outcome = match Arguments::parse().command {
+        Command::Engine(arguments) => engine::run(arguments),
+    };
+    match outcome {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("loadgen: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Blocks until SIGINT or SIGTERM.
+pub(crate) fn wait_for_interrupt() -> anyhow::Result<()> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+    signals.forever().next();
+    Ok(())
+}

@@ -1,0 +1,369 @@
+//! Owns one inference request: body to prompts, sequences submitted to a rank, tokens to SSE events or one JSON
+//! answer, and their abort when the client leaves. Never schedules.
+
+use std::rc::Rc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use super::api::{Closed, Connection};
+use super::core::{Engine, Progress};
+use super::scheduler::NewSequence;
+use super::shapes::{self, ApiError};
+use crate::net::server::{LAST_CHUNK, Request, chunked_head, push_chunk};
+use crate::net::signal::Queue;
+
+/// Most samples, over all prompts of a body.
+const CHOICES_MAX: usize = 128;
+
+/// Which OpenAI endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Chat,
+    Text,
+}
+
+/// A checked body.
+struct Job {
+    kind: Kind,
+    prompts: Vec<Vec<u32>>,
+    samples: usize,
+    /// Tokens per answer.
+    count: usize,
+    finish_reason: &'static str,
+    stream: bool,
+    include_usage: bool,
+    rank: usize,
+    salt: Option<String>,
+    rid: Option<String>,
+}
+
+/// Sequences of a request; dropping it aborts those still running.
+struct Running<'a> {
+    engine: &'a Engine,
+    rank: usize,
+    ids: Vec<u64>,
+    answers: Vec<Vec<(u32, String)>>,
+    queue: Queue<Progress>,
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.ids.iter().for_each(|id| self.engine.abandon(&self.engine.ranks[self.rank], *id));
+    }
+}
+
+/// Answers one inference request.
+pub(super) async fn respond(
+    engine: &Rc<Engine>,
+    connection: &mut Connection,
+    request: &Request,
+    kind: Kind,
+) -> Result<(), Closed> {
+    if let Some(outcome) = injected_failure(engine) {
+        let error = outcome?;
+        return connection.refuse(request, &error).await;
+    }
+    let job = match shapes::parse_body(&request.body).and_then(|body| read_job(engine, request, kind, &body)) {
+        Ok(job) => job,
+        Err(error) => return connection.refuse(request, &error).await,
+    };
+    let running = start(engine, &job);
+    let reply = Reply {
+        id: format!("{}-{:016x}", if kind == Kind::Chat { "chatcmpl" } else { "cmpl" }, rand::random::<u64>()),
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        model: engine.config.model.clone(),
+        prompt_tokens: job.prompts.iter().map(Vec::len).sum(),
+    };
+    let close_after = engine.faults.borrow().close_after_tokens;
+    if job.stream {
+        stream(connection, request, &job, running, &reply, close_after).await
+    } else {
+        whole(connection, request, &job, running, &reply).await
+    }
+}
+
+/// `Some(Err)` closes the connection, `Some(Ok)` is an error to answer.
+fn injected_failure(engine: &Engine) -> Option<Result<ApiError, Closed>> {
+    let drawn = engine.draws_failure();
+    let mut faults = engine.faults.borrow_mut();
+    if faults.close_next > 0 {
+        faults.close_next -= 1;
+        return Some(Err(Closed));
+    }
+    let next = faults.fail_next > 0;
+    faults.fail_next -= u32::from(next);
+    let status = if faults.fail_status == 0 { 500 } else { faults.fail_status };
+    (drawn || next).then(|| Ok(ApiError::new(status, "InternalServerError", "injected failure")))
+}
+
+fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Result<Job, ApiError> {
+    let model = body["model"].as_str().ok_or_else(|| ApiError::bad_request("`model` is required"))?;
+    if model != engine.config.model {
+        return Err(ApiError::new(404, "NotFoundError", &format!("The model `{model}` does not exist.")));
+    }
+    let prompts = match kind {
+        Kind::Chat => {
+            let (_, ids) = engine.text.chat(body).map_err(|error| ApiError::bad_request(&error.to_string()))?;
+            vec![ids]
+        }
+        Kind::Text => text_prompts(engine, &body["prompt"])?,
+    };
+    let samples = match &body["n"] {
+        Value::Null => 1,
+        n => n.as_u64().filter(|n| *n >= 1).ok_or_else(|| ApiError::bad_request("`n` must be at least 1"))? as usize,
+    };
+    if samples.saturating_mul(prompts.len()) > CHOICES_MAX {
+        return Err(ApiError::bad_request("too many choices"));
+    }
+    let limit = match (&body["max_completion_tokens"], &body["max_tokens"]) {
+        (Value::Null, Value::Null) => None,
+        (Value::Null, limit) | (limit, _) => Some(
+            limit
+                .as_u64()
+                .filter(|limit| *limit >= 1)
+                .ok_or_else(|| ApiError::bad_request("`max_tokens` must be >= 1"))? as usize,
+        ),
+    };
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let (count, finish_reason) = answer_length(engine, body, longest, limit)?;
+    Ok(Job {
+        kind,
+        samples,
+        count,
+        finish_reason,
+        stream: body["stream"] == true,
+        include_usage: body["stream_options"]["include_usage"] == true,
+        rank: choose_rank(engine, request)?,
+        salt: body["cache_salt"].as_str().filter(|salt| !salt.is_empty()).map(str::to_string),
+        rid: body["rid"].as_str().map(str::to_string),
+        prompts,
+    })
+}
+
+/// The model would stop by itself after `answer_tokens`, earlier when the context is full; `ignore_eos` makes it run
+/// on to the limit.
+fn answer_length(
+    engine: &Engine,
+    body: &Value,
+    prompt: usize,
+    limit: Option<usize>,
+) -> Result<(usize, &'static str), ApiError> {
+    let room = engine.config.context_length;
+    if prompt == 0 {
+        return Err(ApiError::bad_request("the prompt has no tokens"));
+    }
+    if prompt >= room || limit.is_some_and(|limit| prompt.saturating_add(limit) > room) {
+        let wanted = prompt.saturating_add(limit.unwrap_or(1));
+        return Err(ApiError::bad_request(&format!(
+            "This model's maximum context length is {room} tokens. However, you requested {wanted} tokens \
+             ({prompt} in the prompt). Please reduce the length of the prompt or the answer."
+        )));
+    }
+    let natural = engine.config.answer_tokens.max(1).min(room - prompt);
+    Ok(match limit {
+        Some(limit) if limit <= natural || body["ignore_eos"] == true => (limit, "length"),
+        _ => (natural, "stop"),
+    })
+}
+
+fn choose_rank(engine: &Engine, request: &Request) -> Result<usize, ApiError> {
+    match &request.rank {
+        Some(text) => text
+            .parse()
+            .ok()
+            .filter(|rank| *rank < engine.ranks.len())
+            .ok_or_else(|| ApiError::bad_request(&format!("no data-parallel rank {text}"))),
+        None => {
+            let load = |rank: &usize| {
+                let scheduler = engine.ranks[*rank].scheduler.borrow();
+                scheduler.sequences_running() + scheduler.sequences_waiting()
+            };
+            Ok((0..engine.ranks.len()).min_by_key(load).unwrap_or(0))
+        }
+    }
+}
+
+fn text_prompts(engine: &Engine, prompt: &Value) -> Result<Vec<Vec<u32>>, ApiError> {
+    let encode = |text: &str| engine.text.encode(text).map_err(|error| ApiError::bad_request(&error.to_string()));
+    let invalid = || ApiError::bad_request("`prompt` must be a string, token ids, or an array of either");
+    match prompt {
+        Value::String(text) => Ok(vec![encode(text)?]),
+        Value::Array(items) if items.iter().all(Value::is_number) => Ok(vec![token_ids(prompt).ok_or_else(invalid)?]),
+        Value::Array(items) => items
+            .iter()
+            .map(|item| match item {
+                Value::String(text) => encode(text),
+                other => token_ids(other).ok_or_else(invalid),
+            })
+            .collect(),
+        _ => Err(invalid()),
+    }
+}
+
+/// An array of token ids.
+pub(super) fn token_ids(value: &Value) -> Option<Vec<u32>> {
+    value.as_array()?.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
+}
+
+fn start<'a>(engine: &'a Engine, job: &Job) -> Running<'a> {
+    let queue = Queue::default();
+    let mut running = Running { engine, rank: job.rank, ids: Vec::new(), answers: Vec::new(), queue };
+    let rank = &engine.ranks[job.rank];
+    for prompt in &job.prompts {
+        for sample in 0..job.samples {
+            let answer = engine.text.answer(prompt, sample as u32, job.count);
+            let choice = running.answers.len();
+            let abort_name = job.rid.as_ref().map(|rid| match job.samples {
+                1 => rid.clone(),
+                _ => format!("{rid}_{sample}"),
+            });
+            let tokens = answer.iter().map(|(token, _)| *token).collect();
+            let salt = job.salt.clone();
+            let id = engine.submit(rank, &running.queue, choice, abort_name, |id| NewSequence {
+                id,
+                prompt: prompt.clone(),
+                answer: tokens,
+                salt,
+            });
+            running.ids.push(id);
+            running.answers.push(answer.into_iter().map(|(token, text)| (token, text.to_string())).collect());
+        }
+    }
+    running
+}
+
+/// What all parts of an answer share.
+struct Reply {
+    id: String,
+    created: u64,
+    model: String,
+    prompt_tokens: usize,
+}
+
+impl Reply {
+    fn usage(&self, generated: usize, cached: usize) -> Value {
+        json!({"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens + generated,
+            "completion_tokens": generated, "prompt_tokens_details": {"cached_tokens": cached}})
+    }
+
+    /// Appends an SSE event with this choice, or with usage alone.
+    fn event(&self, out: &mut Vec<u8>, kind: Kind, choices: Value, usage: Option<Value>) {
+        let object = if kind == Kind::Chat { "chat.completion.chunk" } else { "text_completion" };
+        let mut chunk = json!({"id": self.id, "object": object, "created": self.created, "model": self.model,
+            "choices": choices});
+        if let Some(usage) = usage {
+            chunk["usage"] = usage;
+        }
+        out.extend_from_slice(format!("data: {chunk}\n\n").as_bytes());
+    }
+}
+
+fn piece(kind: Kind, index: usize, text: &str, finish_reason: Option<&str>) -> Value {
+    match kind {
+        Kind::Chat => {
+            json!([{"index": index, "delta": {"content": text}, "logprobs": null, "finish_reason": finish_reason}])
+        }
+        Kind::Text => json!([{"index": index, "text": text, "logprobs": null, "finish_reason": finish_reason}]),
+    }
+}
+
+async fn stream(
+    connection: &mut Connection,
+    request: &Request,
+    job: &Job,
+    running: Running<'_>,
+    reply: &Reply,
+    close_after: Option<u32>,
+) -> Result<(), Closed> {
+    let id = request.request_id.as_deref().map(|id| ("x-request-id", id));
+    let mut out = chunked_head(200, "text/event-stream; charset=utf-8", id.as_slice(), request.keep_alive);
+    // The head goes out at once, as both engines do: a proxy sees it long before the first token.
+    connection.write(std::mem::take(&mut out)).await?;
+    let mut events = Vec::new();
+    let mut opened = vec![false; running.answers.len()];
+    let (mut open, mut generated, mut cached) = (running.answers.len(), 0, vec![0; running.answers.len()]);
+    while open > 0 {
+        let first = monoio::select! {
+            progress = running.queue.next() => progress,
+            _ = connection.left() => return Err(Closed),
+        };
+        let mut next = Some(first);
+        while let Some(progress) = next {
+            let Progress::Token { choice, output } = progress else {
+                reply.event(&mut events, job.kind, piece(job.kind, 0, "", Some("abort")), None);
+                open = 0;
+                break;
+            };
+            if job.kind == Kind::Chat && !std::mem::replace(&mut opened[choice], true) {
+                let role = json!([{"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": null,
+                    "finish_reason": null}]);
+                reply.event(&mut events, job.kind, role, None);
+            }
+            let text = &running.answers[choice][output.position].1;
+            let reason = output.last.then_some(job.finish_reason);
+            reply.event(&mut events, job.kind, piece(job.kind, choice, text, reason), None);
+            generated += 1;
+            cached[choice] = output.cached_tokens;
+            open -= usize::from(output.last);
+            next = running.queue.try_next();
+        }
+        if close_after.is_some_and(|tokens| generated >= tokens as usize) {
+            return Err(Closed);
+        }
+        if open == 0 {
+            if job.include_usage {
+                let usage = reply.usage(generated, cached_per_prompt(&cached, job.samples));
+                reply.event(&mut events, job.kind, json!([]), Some(usage));
+            }
+            events.extend_from_slice(b"data: [DONE]\n\n");
+        }
+        push_chunk(&mut out, &std::mem::take(&mut events));
+        if open == 0 {
+            out.extend_from_slice(LAST_CHUNK);
+        }
+        connection.write(std::mem::take(&mut out)).await?;
+    }
+    Ok(())
+}
+
+/// Cached prompt tokens count once per prompt: those of its first sample.
+fn cached_per_prompt(cached: &[usize], samples: usize) -> usize {
+    cached.iter().step_by(samples).sum()
+}
+
+async fn whole(
+    connection: &mut Connection,
+    request: &Request,
+    job: &Job,
+    running: Running<'_>,
+    reply: &Reply,
+) -> Result<(), Closed> {
+    let mut texts = vec![String::new(); running.answers.len()];
+    let (mut open, mut generated, mut cached) = (texts.len(), 0, vec![0; texts.len()]);
+    let mut reason = job.finish_reason;
+    while open > 0 {
+        let progress = monoio::select! {
+            progress = running.queue.next() => progress,
+            _ = connection.left() => return Err(Closed),
+        };
+        let Progress::Token { choice, output } = progress else {
+            reason = "abort";
+            break;
+        };
+        texts[choice].push_str(&running.answers[choice][output.position].1);
+        generated += 1;
+        cached[choice] = output.cached_tokens;
+        open -= usize::from(output.last);
+    }
+    let choice = |(index, text): (usize, String)| match job.kind {
+        Kind::Chat => json!({"index": index, "message": {"role": "assistant", "content": text}, "logprobs": null,
+            "finish_reason": reason}),
+        Kind::Text => json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason}),
+    };
+    let choices: Vec<Value> = texts.into_iter().enumerate().map(choice).collect();
+    let object = if job.kind == Kind::Chat { "chat.completion" } else { "text_completion" };
+    let body = json!({"id": reply.id, "object": object, "created": reply.created, "model": reply.model,
+        "choices": choices, "usage": reply.usage(generated, cached_per_prompt(&cached, job.samples))});
+    connection.answer(request, 200, &body).await
+}

@@ -1,0 +1,353 @@
+//! The pool against a naive twin, the scheduler against its own event stream, and the timing formula.
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+use rand::Rng;
+use rand::seq::IndexedRandom;
+
+use super::*;
+use crate::engine::hash::{block_digest, root_digest};
+
+/// The same rules with plain lists: free blocks in a vector, residency by scanning.
+struct NaivePool {
+    holders: Vec<u32>,
+    contents: Vec<Option<Digest>>,
+    free: Vec<u32>,
+}
+
+impl NaivePool {
+    fn new(count: usize) -> NaivePool {
+        NaivePool { holders: vec![0; count], contents: vec![None; count], free: (0..count as u32).collect() }
+    }
+
+    fn resident(&self) -> BTreeSet<Digest> {
+        self.contents.iter().flatten().copied().collect()
+    }
+
+    fn take(&mut self, count: usize) -> Option<(Vec<u32>, Vec<Digest>)> {
+        if count > self.free.len() {
+            return None;
+        }
+        let taken: Vec<u32> = self.free.drain(..count).collect();
+        let evicted = taken.iter().filter_map(|block| self.contents[*block as usize].take()).collect();
+        taken.iter().for_each(|block| self.holders[*block as usize] = 1);
+        Some((taken, evicted))
+    }
+
+    fn hold(&mut self, blocks: &[u32]) {
+        for block in blocks {
+            self.holders[*block as usize] += 1;
+            self.free.retain(|free| free != block);
+        }
+    }
+
+    fn release(&mut self, blocks: &[u32]) {
+        for block in blocks.iter().rev() {
+            self.holders[*block as usize] -= 1;
+            if self.holders[*block as usize] == 0 {
+                self.free.push(*block);
+            }
+        }
+    }
+}
+
+fn digest(number: u64) -> Digest {
+    root_digest(number)
+}
+
+#[test]
+fn pool_agrees_with_a_naive_twin() {
+    for seed in 0..40 {
+        for keeps_copies in [true, false] {
+            check_pool(seed, keeps_copies);
+        }
+    }
+}
+
+fn check_pool(seed: u64, keeps_copies: bool) {
+    let mut draw = seed::generator(seed, "pool test");
+    let count = draw.random_range(1..24);
+    let (mut pool, mut naive) = (BlockPool::new(count, keeps_copies), NaivePool::new(count));
+    let mut held: Vec<Vec<u32>> = Vec::new();
+    for step in 0..400 {
+        let context = format!("seed {seed}, copies {keeps_copies}, step {step}");
+        match draw.random_range(0..10) {
+            0..=3 => {
+                let want = draw.random_range(0..=4);
+                let mut evicted = Vec::new();
+                let taken = pool.take(want, &mut evicted);
+                let expected = naive.take(want);
+                assert_eq!(taken.clone().map(|blocks| (blocks, evicted)), expected, "{context}");
+                held.extend(taken.filter(|blocks| !blocks.is_empty()));
+            }
+            4..=5 => {
+                let nameless: Vec<u32> =
+                    held.iter().flatten().copied().filter(|it| naive.contents[*it as usize].is_none()).collect();
+                if let Some(block) = nameless.choose(&mut draw) {
+                    let content = digest(draw.random_range(0..30));
+                    let expected = keeps_copies || !naive.resident().contains(&content);
+                    assert_eq!(pool.name(*block, content), expected, "{context}");
+                    if expected {
+                        naive.contents[*block as usize] = Some(content);
+                    }
+                }
+            }
+            6 => {
+                let wanted: Vec<Digest> = (0..3).map(|_| digest(draw.random_range(0..30))).collect();
+                let found = pool.prefix(&wanted);
+                let expected = wanted.iter().take_while(|it| naive.resident().contains(*it)).count();
+                assert_eq!(found.len(), expected, "{context}");
+                for (block, content) in found.iter().zip(&wanted) {
+                    assert_eq!(naive.contents[*block as usize], Some(*content), "{context}");
+                }
+                let distinct: BTreeSet<u32> = found.iter().copied().collect();
+                if distinct.len() == found.len() && !found.is_empty() {
+                    pool.hold(&found);
+                    naive.hold(&found);
+                    held.push(found);
+                }
+            }
+            7 if held.is_empty() => {
+                assert!(pool.clear(), "{context}");
+                naive.contents.iter_mut().for_each(|content| *content = None);
+            }
+            _ if !held.is_empty() => {
+                let blocks = held.swap_remove(draw.random_range(0..held.len()));
+                pool.release(&blocks);
+                naive.release(&blocks);
+            }
+            _ => {}
+        }
+        assert_eq!(pool.blocks_free(), naive.free.len(), "{context}");
+        let resident: BTreeSet<Digest> = pool.resident_digests().copied().collect();
+        assert_eq!(resident, naive.resident(), "{context}");
+        if !held.is_empty() {
+            assert!(!pool.clear() || pool.blocks_held() == 0, "{context}: cleared while blocks were held");
+        }
+    }
+}
+
+/// What a subscriber knows: copies per content. Checks on the way that each stored block is its parent's child.
+#[derive(Default)]
+struct Mirror {
+    copies: HashMap<Digest, u32>,
+}
+
+impl Mirror {
+    fn apply(&mut self, events: Vec<CacheEvent>, seed: u64, block_size: usize) {
+        for event in events {
+            match event {
+                CacheEvent::Stored { digests, parent, tokens, salt } => {
+                    assert_eq!(tokens.len(), digests.len() * block_size);
+                    let mut parent = parent;
+                    for (digest, block) in digests.iter().zip(tokens.chunks(block_size)) {
+                        let expected = block_digest(&root_digest(seed), parent.as_ref(), block, salt.as_deref());
+                        assert_eq!(*digest, expected);
+                        *self.copies.entry(*digest).or_default() += 1;
+                        parent = Some(*digest);
+                    }
+                }
+                CacheEvent::Removed(digests) => {
+                    for digest in digests {
+                        let copies = self.copies.get_mut(&digest).expect("only what was stored is removed");
+                        *copies -= 1;
+                        if *copies == 0 {
+                            self.copies.remove(&digest);
+                        }
+                    }
+                }
+                CacheEvent::Cleared => self.copies.clear(),
+            }
+        }
+    }
+
+    fn contents(&self) -> BTreeSet<Digest> {
+        self.copies.keys().copied().collect()
+    }
+}
+
+fn resident(scheduler: &Scheduler) -> BTreeSet<Digest> {
+    scheduler.pool().resident_digests().copied().collect()
+}
+
+fn steady() -> Speed {
+    Speed { jitter: 0.0, ..Speed::default() }
+}
+
+fn sequence(id: u64, prompt: Vec<u32>, answer: usize) -> NewSequence {
+    NewSequence { id, prompt, answer: (0..answer as u32).map(|it| 9_000 + it).collect(), salt: None }
+}
+
+/// Runs to the end; returns the outputs and the number of steps.
+fn drain(scheduler: &mut Scheduler) -> (Vec<Output>, usize) {
+    let (mut outputs, mut steps) = (Vec::new(), 0);
+    while scheduler.begin_step().is_some() {
+        outputs.extend(scheduler.finish_step());
+        steps += 1;
+    }
+    (outputs, steps)
+}
+
+#[test]
+fn events_rebuild_the_pool_under_random_work() {
+    for seed in 0..25 {
+        for keeps_copies in [true, false] {
+            check_events(seed, keeps_copies);
+        }
+    }
+}
+
+fn check_events(seed: u64, keeps_copies: bool) {
+    const BLOCK: usize = 4;
+    let mut draw = seed::generator(seed, "scheduler test");
+    let speed = Speed { tokens_per_step_max: draw.random_range(1..40), sequences_max: 6, ..steady() };
+    let mut scheduler = Scheduler::new(speed, BLOCK, BlockPool::new(draw.random_range(20..40), keeps_copies), seed);
+    let (mut mirror, mut submitted, mut ended, mut alive) = (Mirror::default(), 0u64, 0u64, Vec::new());
+    for round in 0..600 {
+        let context = format!("seed {seed}, copies {keeps_copies}, round {round}");
+        if draw.random_bool(0.25) {
+            let group = draw.random_range(0..3u32);
+            let shared = draw.random_range(0..30);
+            let own = draw.random_range(1..20);
+            let prompt: Vec<u32> = (0..shared)
+                .map(|it| group * 1000 + it)
+                .chain((0..own).map(|_| draw.random_range(5000..5004)))
+                .collect();
+            let mut new = sequence(submitted, prompt, draw.random_range(1..25));
+            new.salt = draw.random_bool(0.1).then(|| "s".to_string());
+            scheduler.submit(new);
+            alive.push(submitted);
+            submitted += 1;
+        }
+        if draw.random_bool(0.03) {
+            scheduler.clear();
+        }
+        if scheduler.begin_step().is_some() {
+            if draw.random_bool(0.1)
+                && let Some(id) = alive.choose(&mut draw).copied()
+            {
+                scheduler.abort(id);
+                alive.retain(|it| *it != id);
+                ended += 1;
+            }
+            for output in scheduler.finish_step().into_iter().filter(|output| output.last) {
+                assert!(alive.contains(&output.id), "{context}: output after the end");
+                alive.retain(|id| *id != output.id);
+                ended += 1;
+            }
+        }
+        mirror.apply(scheduler.drain_events(), seed, BLOCK);
+        assert_eq!(mirror.contents(), resident(&scheduler), "{context}");
+    }
+    ended += drain(&mut scheduler).0.iter().filter(|output| output.last).count() as u64;
+    mirror.apply(scheduler.drain_events(), seed, BLOCK);
+    assert_eq!(mirror.contents(), resident(&scheduler), "seed {seed}");
+    assert_eq!(ended, submitted, "seed {seed}: every sequence ends once");
+    assert_eq!(scheduler.pool().blocks_held(), 0, "seed {seed}");
+    assert_eq!(scheduler.sequences_running() + scheduler.sequences_waiting(), 0, "seed {seed}");
+}
+
+#[test]
+fn a_repeated_prefix_is_not_computed_again() {
+    let mut scheduler = Scheduler::new(steady(), 16, BlockPool::new(1000, true), 7);
+    let prompt: Vec<u32> = (0..8000).collect();
+    scheduler.submit(sequence(1, prompt.clone(), 2));
+    let (outputs, steps) = drain(&mut scheduler);
+    assert_eq!(outputs[0].cached_tokens, 0);
+    assert_eq!(steps, 5, "8,000 tokens take four chunks of 2,048, then one decode step");
+    let resident_before = scheduler.pool().blocks_resident();
+    scheduler.submit(sequence(2, prompt, 2));
+    let (outputs, steps) = drain(&mut scheduler);
+    // 8,000 = 500 full blocks, but the last token is always computed, so the last block is not reused.
+    assert_eq!(outputs[0].cached_tokens, 499 * 16);
+    assert_eq!(steps, 2);
+    assert_eq!(scheduler.pool().blocks_resident(), resident_before, "the second request adds no content");
+}
+
+#[test]
+fn step_durations_follow_the_formula() {
+    let speed = steady();
+    let mut scheduler = Scheduler::new(speed.clone(), 16, BlockPool::new(1000, true), 7);
+    scheduler.submit(sequence(1, (0..1000).collect(), 3));
+    let prefill = scheduler.begin_step().unwrap().duration;
+    assert_eq!(prefill, speed.step_base + speed.prefill_per_token * 1000);
+    scheduler.finish_step();
+    let decode = scheduler.begin_step().unwrap().duration;
+    let expected = speed.step_base + speed.decode_per_sequence + speed.decode_per_kilotoken.mul_f64(1.001);
+    assert_eq!(decode, expected);
+    scheduler.finish_step();
+    scheduler.submit(sequence(2, (5000..5100).collect(), 1));
+    let mixed = scheduler.begin_step().unwrap().duration;
+    let context = speed.decode_per_kilotoken.mul_f64(1.002);
+    assert_eq!(mixed, speed.step_base + speed.decode_per_sequence + context + speed.prefill_per_token * 100);
+}
+
+#[test]
+fn jitter_is_bounded_and_repeatable() {
+    let durations = |seed| {
+        let speed = Speed { jitter: 0.2, ..steady() };
+        let mut scheduler = Scheduler::new(speed, 16, BlockPool::new(100, true), seed);
+        scheduler.submit(sequence(1, (0..10).collect(), 50));
+        let mut seen = Vec::new();
+        while let Some(step) = scheduler.begin_step() {
+            seen.push(step.duration);
+            scheduler.finish_step();
+        }
+        seen
+    };
+    assert_eq!(durations(3), durations(3));
+    assert_ne!(durations(3), durations(4));
+    let plain = Duration::from_micros(6150);
+    let (low, high) = (plain.mul_f64(0.79), plain.mul_f64(1.21));
+    assert!(durations(3)[1..].iter().all(|it| *it > low && *it < high));
+}
+
+#[test]
+fn aborted_sequences_give_back_their_blocks() {
+    let mut scheduler = Scheduler::new(steady(), 16, BlockPool::new(100, true), 7);
+    scheduler.submit(sequence(1, (0..100).collect(), 50));
+    scheduler.submit(sequence(2, (200..300).collect(), 50));
+    scheduler.begin_step().unwrap();
+    scheduler.abort(1);
+    assert!(scheduler.pool().blocks_held() > 7, "blocks stay until the step ends");
+    let outputs = scheduler.finish_step();
+    assert_eq!(outputs.iter().map(|output| output.id).collect::<Vec<_>>(), [2]);
+    assert_eq!(scheduler.pool().blocks_held(), 7);
+    scheduler.abort(2);
+    assert_eq!(scheduler.pool().blocks_held(), 0);
+    assert_eq!(scheduler.totals().aborted, 2);
+    assert!(scheduler.begin_step().is_none());
+}
+
+#[test]
+fn a_full_pool_preempts_and_still_finishes_everyone() {
+    let mut scheduler = Scheduler::new(steady(), 4, BlockPool::new(12, true), 7);
+    for id in 0..3 {
+        let prompt = (0..8).map(|it| id as u32 * 100 + it).collect();
+        scheduler.submit(sequence(id, prompt, 24));
+    }
+    let (outputs, _) = drain(&mut scheduler);
+    assert!(scheduler.totals().preempted > 0);
+    assert_eq!(scheduler.totals().finished, 3);
+    for id in 0..3 {
+        let positions: Vec<usize> = outputs.iter().filter(|it| it.id == id).map(|it| it.position).collect();
+        assert_eq!(positions, (0..24).collect::<Vec<_>>(), "each token exactly once, in order");
+    }
+}
+
+#[test]
+fn leaves_are_evicted_before_their_parents() {
+    let mut scheduler = Scheduler::new(steady(), 4, BlockPool::new(10, true), 7);
+    scheduler.submit(sequence(1, (0..32).collect(), 1));
+    drain(&mut scheduler);
+    let Some(CacheEvent::Stored { digests, .. }) = scheduler.drain_events().pop() else { panic!("one store") };
+    scheduler.submit(sequence(2, (100..116).collect(), 1));
+    drain(&mut scheduler);
+    let removed: Vec<Digest> = scheduler
+        .drain_events()
+        .into_iter()
+        .filter_map(|event| if let CacheEvent::Removed(digests) = event { Some(digests[0]) } else { None })
+        .collect();
+    assert_eq!(removed, [digests[7], digests[6]]);
+}

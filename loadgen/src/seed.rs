@@ -1,0 +1,9 @@
+//! Owns seeded randomness: one generator type and the way sub-seeds are derived. Never reads the clock or the OS.
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+/// A generator for one purpose: `purpose` keeps independent uses of one seed apart.
+pub fn generator(seed: u64, purpose: &str) -> SmallRng {
+    SmallRng::seed_from_u64(xxhash_rust::xxh3::xxh3_64_with_seed(purpose.as_bytes(), seed))
+}

@@ -1,0 +1,55 @@
+//! The client's end of a connection while an answer is written: whole writes with a stall limit, counted. It never
+//! reads.
+
+use std::rc::Rc;
+
+use crate::clock::Slot;
+use crate::net::{IoBuf, Stream};
+use crate::shard::Shard;
+
+/// The client left, or stopped reading for too long: nothing can be sent to it any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClientGone;
+
+impl std::fmt::Display for ClientGone {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str("the client has left or stopped reading")
+    }
+}
+
+impl std::error::Error for ClientGone {}
+
+pub(crate) struct Client {
+    pub(super) stream: Stream,
+    pub(super) shard: Rc<Shard>,
+    /// The connection task's own waits: head, body, keep-alive, stop.
+    pub(super) task: Slot,
+    /// Writes wait elsewhere in the task's tree, possibly under another waker.
+    writes: Slot,
+}
+
+impl Client {
+    pub(super) fn new(shard: Rc<Shard>, stream: Stream) -> Client {
+        Client { stream, shard, task: Slot::new(), writes: Slot::new() }
+    }
+
+    /// Writes all of `buffer`. The stall limit starts anew with each progress.
+    pub(super) async fn write_all<B: IoBuf>(&self, buffer: B) -> Result<B, ClientGone> {
+        let stall = self.shard.limits.write_stall_timeout;
+        let mut sent = 0;
+        let mut buffer = buffer;
+        while sent < buffer.bytes_init() {
+            let write = self.writes.within(Some(stall), self.stream.send(buffer.slice(sent..)));
+            let (result, rest) = write.await.map_err(|_| ClientGone)?;
+            buffer = rest.into_inner();
+            match result {
+                Ok(0) | Err(_) => return Err(ClientGone),
+                Ok(written) => {
+                    sent += written;
+                    self.shard.counters.bytes_to_client.add(written as u64);
+                }
+            }
+        }
+        Ok(buffer)
+    }
+}

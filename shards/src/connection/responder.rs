@@ -1,0 +1,143 @@
+//! The way back to the client for one request: an answer of the service's own, or a relayed one. It owns what may
+//! still be sent and what becomes of the connection, and never sends two answers.
+
+use std::rc::Rc;
+
+use http::{HeaderName, HeaderValue, Method, StatusCode};
+
+use super::client::{Client, ClientGone};
+use super::relay;
+use crate::buffers::{self, LARGE_BYTES};
+use crate::http1::write::{self, After};
+use crate::service::Response;
+use crate::upstream::{UpstreamError, UpstreamResponse};
+
+/// Watches a relayed body on its way.
+pub trait BodyObserver {
+    /// A piece of payload, without framing, in order, before it goes out. Pieces end where reads end, not where
+    /// events do.
+    fn data(&mut self, payload: &[u8]);
+}
+
+/// Looks at nothing.
+pub struct IgnoreBody;
+
+impl BodyObserver for IgnoreBody {
+    fn data(&mut self, _payload: &[u8]) {}
+}
+
+/// How to relay an answer.
+pub struct Relay<'a> {
+    /// Headers sent instead of the upstream's of the same name.
+    pub set: &'a [(HeaderName, HeaderValue)],
+    /// Names of the upstream's headers to leave out.
+    pub remove: &'a [HeaderName],
+    pub observer: &'a mut dyn BodyObserver,
+    /// Sent as one last chunk when a chunked answer is cut between two chunks (an SSE error event, say). The connection
+    /// is then closed without the final chunk, so that the cut stays visible.
+    pub cut_notice: Option<bytes::Bytes>,
+}
+
+/// How a relay ended.
+#[derive(Debug)]
+pub enum RelayOutcome {
+    Complete,
+    /// Nothing more can be sent to the client once [`Responder::started`] is true.
+    UpstreamFailed(UpstreamError),
+    ClientGone,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Fresh,
+    /// Bytes of an answer were handed to the socket; the answer is not whole.
+    Started,
+    Complete,
+}
+
+/// Answers one request.
+pub struct Responder {
+    pub(super) client: Rc<Client>,
+    state: State,
+    pub(super) http10: bool,
+    to_head_request: bool,
+    keep_alive: bool,
+}
+
+impl Responder {
+    pub(super) fn new(client: Rc<Client>, method: &Method, http10: bool, keep_alive: bool) -> Responder {
+        Responder { client, state: State::Fresh, http10, to_head_request: *method == Method::HEAD, keep_alive }
+    }
+
+    /// A byte of the answer was handed to the client's socket: no other answer is possible any more.
+    pub fn started(&self) -> bool {
+        self.state != State::Fresh
+    }
+
+    /// Sends a whole answer. The body of an answer to HEAD, 204 or 304 is left out.
+    ///
+    /// # Errors
+    /// [`ClientGone`], also when an answer was started before.
+    pub async fn send(&mut self, response: Response) -> Result<(), ClientGone> {
+        if self.started() {
+            return Err(ClientGone);
+        }
+        let after = self.after(true);
+        let mut out = buffers::take_large();
+        let Response { status, headers, body } = response;
+        write::own_head(&mut out, status, &headers, body.len() as u64, after);
+        let bodiless = self.to_head_request || matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
+        let mut rest = if bodiless { bytes::Bytes::new() } else { body };
+        let joined = rest.split_to(rest.len().min(LARGE_BYTES.saturating_sub(out.len())));
+        out.extend_from_slice(&joined);
+        self.begin();
+        buffers::give(self.client.write_all(out).await?);
+        if !rest.is_empty() {
+            self.client.write_all(rest).await?;
+        }
+        self.complete();
+        Ok(())
+    }
+
+    /// Passes an upstream's answer on: head and body, chunk framing byte for byte. Reads no further than the client
+    /// takes. The upstream's connection goes back to its pool only after a whole body.
+    pub async fn relay(&mut self, upstream: UpstreamResponse, relay: Relay<'_>) -> RelayOutcome {
+        if self.started() {
+            return RelayOutcome::ClientGone;
+        }
+        relay::run(self, upstream, relay).await
+    }
+
+    pub(super) fn begin(&mut self) {
+        self.state = State::Started;
+    }
+
+    pub(super) fn complete(&mut self) {
+        self.state = State::Complete;
+    }
+
+    /// Fixes what becomes of the connection, as the head will say. `delimited`: the client can see the answer's end.
+    pub(super) fn after(&mut self, delimited: bool) -> After {
+        self.keep_alive &= delimited && !self.client.shard.draining.get();
+        match (self.keep_alive, self.http10) {
+            (false, _) => After::Close,
+            (true, false) => After::Keep,
+            (true, true) => After::KeepSaid,
+        }
+    }
+
+    /// The answer is whole and the connection may carry another request.
+    pub(super) fn may_continue(&self) -> bool {
+        self.state == State::Complete && self.keep_alive && !self.client.shard.draining.get()
+    }
+
+    /// The answer is whole.
+    pub(super) fn is_complete(&self) -> bool {
+        self.state == State::Complete
+    }
+
+    /// Before a refusal: the connection will not go on.
+    pub(super) fn close_after(&mut self) {
+        self.keep_alive = false;
+    }
+}

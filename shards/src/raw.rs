@@ -1,0 +1,69 @@
+//! The only unsafe code of the crate: shared access to a runtime stream, and its descriptor as a borrowed one.
+//! It never does IO of its own and is used by `net` alone.
+//!
+//! Why it is needed: one task reads from a client (to see it leave) while it writes to it. The runtime's stream
+//! takes `&mut self` for both and its split halves offer no readiness wait and shut the socket down on drop.
+
+use std::cell::UnsafeCell;
+use std::future::Future;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::rc::Rc;
+
+use monoio::BufResult;
+use monoio::buf::{IoBuf, IoBufMut};
+use monoio::io::{AsyncReadRent, AsyncWriteRent};
+use monoio::net::TcpStream;
+
+/// A stream that several futures of one thread use at once. `UnsafeCell` makes it `!Sync`, the runtime's handle `!Send`.
+pub(crate) struct SharedStream(UnsafeCell<TcpStream>);
+
+impl SharedStream {
+    pub(crate) fn new(stream: TcpStream) -> SharedStream {
+        SharedStream(UnsafeCell::new(stream))
+    }
+
+    /// One send; resolves to the bytes taken by the kernel and the buffer.
+    pub(crate) fn send<B: IoBuf>(self: &Rc<Self>, buffer: B) -> impl Future<Output = BufResult<usize, B>> + use<B> {
+        let shared = self.clone();
+        async move {
+            // SAFETY: `write` is not an async fn: it clones the descriptor's handle into an operation and returns a
+            // future that owns both; nothing uses the reference after the call, whatever lifetime the type carries.
+            // Calls cannot overlap: the type is !Sync, and `write` runs no code of ours. `shared` outlives the future.
+            let stream = unsafe { &mut *shared.0.get() };
+            stream.write(buffer).await
+        }
+    }
+
+    /// One receive into the buffer's free part.
+    pub(crate) fn receive<B: IoBufMut>(
+        self: &Rc<Self>,
+        buffer: B,
+    ) -> impl Future<Output = BufResult<usize, B>> + use<B> {
+        let shared = self.clone();
+        async move {
+            // SAFETY: as in `send`; `read` has the same shape.
+            let stream = unsafe { &mut *shared.0.get() };
+            stream.read(buffer).await
+        }
+    }
+
+    /// Waits until a read would not block: bytes, end of stream or an error. Consumes nothing, may be dropped at will.
+    pub(crate) fn readable(self: &Rc<Self>) -> impl Future<Output = std::io::Result<()>> + use<> {
+        let shared = self.clone();
+        async move {
+            // SAFETY: `readable` reads the reference only on its first poll, to clone the handle, before any other
+            // code can run; `send` and `receive` make their short-lived exclusive reference later or earlier, never
+            // during that poll, and this reference is not used after it.
+            let stream = unsafe { &*shared.0.get() };
+            // Not `relaxed`: our own non-blocking reads leave the epoll driver's readiness flag stale.
+            stream.readable(false).await
+        }
+    }
+
+    /// The descriptor, for system calls that neither block nor close it.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        // SAFETY: the stream owns the descriptor and lives at least as long as `self`; `as_raw_fd` only copies a
+        // number out, and no exclusive reference exists outside the calls above.
+        unsafe { BorrowedFd::borrow_raw((*self.0.get()).as_raw_fd()) }
+    }
+}

@@ -1,0 +1,153 @@
+//! One connection to an upstream: buffered reads and whole writes with their time limits. It owns the socket and the
+//! read buffer, and never knows whose exchange it carries.
+
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use crate::buffers::{self, LARGE_BYTES, SMALL_BYTES};
+use crate::clock::Slot;
+use crate::net::{IoBuf, IoBufMut, Stream};
+
+pub(crate) struct Connection {
+    pub(super) stream: Stream,
+    pub(super) address: SocketAddr,
+    /// It has carried an exchange before this one.
+    pub(super) reused: bool,
+    /// A byte of the current exchange's answer has arrived.
+    pub(super) answered: bool,
+    slot: Slot,
+    /// Unconsumed bytes; has capacity only while there are some or a read is under way.
+    pub(super) buffer: Vec<u8>,
+    /// The last read filled its buffer: more is probably waiting.
+    bulk: bool,
+}
+
+/// Why a read or write ended without success.
+#[derive(Debug)]
+pub(super) enum Trouble {
+    Timeout,
+    Broken(io::Error),
+}
+
+impl From<io::Error> for Trouble {
+    fn from(error: io::Error) -> Trouble {
+        Trouble::Broken(error)
+    }
+}
+
+impl Connection {
+    pub(super) fn new(stream: Stream, address: SocketAddr) -> Connection {
+        Connection {
+            stream,
+            address,
+            reused: false,
+            answered: false,
+            slot: Slot::new(),
+            buffer: Vec::new(),
+            bulk: false,
+        }
+    }
+
+    /// Appends at least one byte to the buffer; `Ok(0)` = end of stream. After an error the connection is of no use.
+    pub(super) async fn fill(&mut self, limit: Option<Duration>) -> Result<usize, Trouble> {
+        let received = self.fill_once(limit).await?;
+        self.answered |= received > 0;
+        Ok(received)
+    }
+
+    async fn fill_once(&mut self, limit: Option<Duration>) -> Result<usize, Trouble> {
+        if self.buffer.is_empty() {
+            if self.bulk
+                && let Some(received) = self.fill_from_queue()?
+            {
+                return Ok(received);
+            }
+            let waiting = buffers::take_small();
+            let (result, buffer) = self.timed(limit, self.stream.receive(waiting)).await?;
+            self.buffer = buffer;
+            let received = result?;
+            if received == self.buffer.capacity() {
+                self.widen();
+                return Ok(received + self.fill_from_queue()?.unwrap_or(0));
+            }
+            return Ok(received);
+        }
+        if self.buffer.len() == self.buffer.capacity() {
+            self.widen();
+        }
+        let (start, end) = (self.buffer.len(), self.buffer.capacity());
+        let rest = std::mem::take(&mut self.buffer).slice_mut(start..end);
+        let (result, rest) = self.timed(limit, self.stream.receive(rest)).await?;
+        self.buffer = rest.into_inner();
+        Ok(result?)
+    }
+
+    /// Takes what is in the receive queue without waiting; `None` when it is empty.
+    fn fill_from_queue(&mut self) -> Result<Option<usize>, Trouble> {
+        if self.buffer.capacity() - self.buffer.len() < SMALL_BYTES {
+            self.widen();
+        }
+        match self.stream.try_receive(&mut self.buffer) {
+            Ok(received) => {
+                self.bulk = self.buffer.len() == self.buffer.capacity();
+                Ok(Some(received))
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.bulk = false;
+                self.release_if_empty();
+                Ok(None)
+            }
+            // After bytes were received, the error will show up again on the next read.
+            Err(_) if !self.buffer.is_empty() => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Moves the bytes to a buffer with more room.
+    fn widen(&mut self) {
+        if self.buffer.capacity() >= LARGE_BYTES {
+            self.buffer.reserve(self.buffer.capacity());
+            return;
+        }
+        let mut wide = buffers::take_large();
+        wide.extend_from_slice(&self.buffer);
+        buffers::give(std::mem::replace(&mut self.buffer, wide));
+    }
+
+    pub(super) fn release_if_empty(&mut self) {
+        if self.buffer.is_empty() {
+            buffers::give(std::mem::take(&mut self.buffer));
+        }
+    }
+
+    /// Writes all of `buffer`; `stall` limits each pause, not the whole.
+    pub(super) async fn write_all<B: IoBuf>(&self, buffer: B, stall: Duration) -> Result<B, Trouble> {
+        let mut sent = 0;
+        let mut buffer = buffer;
+        while sent < buffer.bytes_init() {
+            let (result, rest) = self.timed(Some(stall), self.stream.send(buffer.slice(sent..))).await?;
+            buffer = rest.into_inner();
+            match result? {
+                0 => return Err(io::Error::from(io::ErrorKind::WriteZero).into()),
+                written => sent += written,
+            }
+        }
+        Ok(buffer)
+    }
+
+    async fn timed<F: Future>(&self, limit: Option<Duration>, future: F) -> Result<F::Output, Trouble> {
+        match limit {
+            // Without a limit the slot has nothing to do: stop reaches this wait through its task.
+            None => Ok(future.await),
+            Some(_) => self.slot.within(limit, future).await.map_err(|_| Trouble::Timeout),
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        buffers::give(std::mem::take(&mut self.buffer));
+    }
+}

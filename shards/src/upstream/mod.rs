@@ -1,0 +1,253 @@
+//! The client side of one shard: requests to upstreams over pooled HTTP/1.1 connections. It owns connecting, the one
+//! transparent replay on a stale connection, and response heads; it never resolves names, never chooses an upstream
+//! and never retries anything else.
+
+mod connection;
+mod error;
+mod pool;
+mod response;
+
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Method};
+
+pub(crate) use self::connection::Connection;
+use self::connection::Trouble;
+pub use self::error::{UpstreamError, UpstreamErrorKind};
+use self::pool::Pool;
+pub(crate) use self::response::BodyShape;
+pub use self::response::UpstreamResponse;
+use crate::buffers::{self, LARGE_BYTES};
+use crate::config::UpstreamConfig;
+use crate::http1::head::Head;
+use crate::http1::{HeadScan, response as codec, write};
+use crate::net::Stream;
+use crate::stats::ShardCounters;
+
+/// Interim answers (1xx) that are skipped before an answer counts as broken.
+const INTERIM_MAX: usize = 16;
+
+/// This shard's upstream client. Cheap to clone.
+#[derive(Clone)]
+pub struct Upstream(Rc<Shared>);
+
+pub(crate) struct Shared {
+    config: UpstreamConfig,
+    pool: Pool,
+    counters: Arc<ShardCounters>,
+}
+
+/// One request to an upstream.
+pub struct UpstreamRequest<'a> {
+    /// Resolved address.
+    pub address: SocketAddr,
+    /// `Host` of the request.
+    pub authority: &'a str,
+    pub method: &'a Method,
+    /// Put in front of `target`; no slash at its end.
+    pub path_prefix: &'a str,
+    /// Path and query.
+    pub target: &'a str,
+    /// Headers to pass on: end-to-end ones, in order and spelling. `Host`, framing and `Expect` are ours.
+    pub headers: Option<&'a Head>,
+    /// Names of passed-on headers to leave out.
+    pub remove: &'a [HeaderName],
+    /// Headers to send instead of passed-on ones of the same name.
+    pub set: &'a [(HeaderName, HeaderValue)],
+    /// The body's segments, sent in order under one Content-Length.
+    pub body: &'a [Bytes],
+}
+
+impl Upstream {
+    pub(crate) fn new(config: UpstreamConfig, counters: Arc<ShardCounters>) -> Upstream {
+        let pool = Pool::new(&config, counters.clone());
+        Upstream(Rc::new(Shared { config, pool, counters }))
+    }
+
+    /// Sends a request and waits for the head of the answer. A reused connection that turns out to be dead before any
+    /// byte of an answer is replaced once by a fresh one; everything else is the caller's to retry.
+    ///
+    /// # Errors
+    /// [`UpstreamError`]; dropping the future closes the connection.
+    pub async fn send(&self, request: &UpstreamRequest<'_>) -> Result<UpstreamResponse, UpstreamError> {
+        let mut pooled = self.0.pool.take(&request.address);
+        loop {
+            let connection = match pooled.take() {
+                Some(connection) => {
+                    self.0.counters.upstream_reuses.add(1);
+                    connection
+                }
+                None => self.connect(request.address).await?,
+            };
+            match self.exchange(connection, request).await {
+                Err(error) if error.is_stale_connection() => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    async fn connect(&self, address: SocketAddr) -> Result<Box<Connection>, UpstreamError> {
+        let failed = |kind| UpstreamError { kind, reused_connection: false, response_started: false };
+        match crate::net::timeout(self.0.config.connect_timeout, Stream::connect(address)).await {
+            Some(Ok(stream)) => {
+                self.0.counters.upstream_connects.add(1);
+                Ok(Box::new(Connection::new(stream, address)))
+            }
+            Some(Err(error)) => Err(failed(UpstreamErrorKind::Connect(error))),
+            None => Err(failed(UpstreamErrorKind::ConnectTimeout)),
+        }
+    }
+
+    async fn exchange(
+        &self,
+        mut connection: Box<Connection>,
+        request: &UpstreamRequest<'_>,
+    ) -> Result<UpstreamResponse, UpstreamError> {
+        let failed = |connection: &Connection, kind| UpstreamError {
+            kind,
+            reused_connection: connection.reused,
+            response_started: connection.answered,
+        };
+        connection.answered = false;
+        let sent = self.write_request(&connection, request).await;
+        if let Err(Trouble::Timeout) = sent {
+            return Err(failed(&connection, UpstreamErrorKind::SendStalled));
+        }
+        // An upstream may refuse a request early and close without reading it all: its answer says more than EPIPE.
+        let to_head_request = *request.method == Method::HEAD;
+        match self.read_head(&mut connection, to_head_request).await {
+            Ok(parsed) => {
+                let keep_alive = parsed.keep_alive && sent.is_ok();
+                Ok(UpstreamResponse::new(self.0.clone(), connection, parsed, keep_alive))
+            }
+            Err(kind) => match sent {
+                Err(Trouble::Broken(error)) if !connection.answered => {
+                    Err(failed(&connection, UpstreamErrorKind::Send(error)))
+                }
+                _ => Err(failed(&connection, kind)),
+            },
+        }
+    }
+
+    async fn write_request(&self, connection: &Connection, request: &UpstreamRequest<'_>) -> Result<(), Trouble> {
+        let stall = self.0.config.write_stall_timeout;
+        let body_bytes: usize = request.body.iter().map(Bytes::len).sum();
+        let mut out = buffers::take_large();
+        write::request(
+            &mut out,
+            &write::RequestLines {
+                method: request.method,
+                path_prefix: request.path_prefix,
+                target: request.target,
+                authority: request.authority,
+                headers: request.headers,
+                remove: request.remove,
+                set: request.set,
+                body_bytes: body_bytes as u64,
+            },
+        );
+        // Fill the first write with body: a small request is one packet, and what follows is sent from where it lies.
+        let mut segments = request.body.iter();
+        let mut rest = Bytes::new();
+        for segment in segments.by_ref() {
+            let fits = segment.len().min(LARGE_BYTES.saturating_sub(out.len()));
+            out.extend_from_slice(&segment[..fits]);
+            if fits < segment.len() {
+                rest = segment.slice(fits..);
+                break;
+            }
+        }
+        let out = connection.write_all(out, stall).await?;
+        buffers::give(out);
+        if !rest.is_empty() {
+            connection.write_all(rest, stall).await?;
+        }
+        for segment in segments {
+            connection.write_all(segment.clone(), stall).await?;
+        }
+        Ok(())
+    }
+
+    /// Reads up to the end of the final answer's head; leaves what follows in the connection's buffer.
+    async fn read_head(
+        &self,
+        connection: &mut Connection,
+        to_head_request: bool,
+    ) -> Result<ParsedHead, UpstreamErrorKind> {
+        let mut scan = HeadScan::default();
+        let mut interim = 0;
+        loop {
+            let found = scan.end(&connection.buffer);
+            match found.map_err(|malformed| UpstreamErrorKind::BadResponse(malformed.0))? {
+                Some(length) => {
+                    let parsed = codec::parse(&connection.buffer[..length], to_head_request)
+                        .map_err(|malformed| UpstreamErrorKind::BadResponse(malformed.0))?;
+                    if parsed.status == http::StatusCode::SWITCHING_PROTOCOLS {
+                        return Err(UpstreamErrorKind::BadResponse("it switches protocols, which nobody asked for"));
+                    }
+                    if !parsed.status.is_informational() {
+                        return Ok(ParsedHead { parsed, length });
+                    }
+                    interim += 1;
+                    if interim > INTERIM_MAX {
+                        return Err(UpstreamErrorKind::BadResponse("too many interim answers"));
+                    }
+                    connection.buffer.drain(..length);
+                    scan = HeadScan::default();
+                }
+                None => {
+                    if connection.buffer.len() >= self.0.config.response_head_bytes_max {
+                        return Err(UpstreamErrorKind::TooLarge);
+                    }
+                    let limit = self.head_limit(connection);
+                    match connection.fill(limit).await {
+                        Ok(0) => return Err(UpstreamErrorKind::ClosedBeforeHead),
+                        Ok(_) => {}
+                        Err(Trouble::Broken(error)) => return Err(UpstreamErrorKind::ResetBeforeHead(error)),
+                        Err(Trouble::Timeout) if !connection.answered => {
+                            return Err(UpstreamErrorKind::FirstByteTimeout);
+                        }
+                        Err(Trouble::Timeout) => return Err(UpstreamErrorKind::IdleTimeout),
+                    }
+                }
+            }
+        }
+    }
+
+    /// The first byte has a limit of its own; a head that has begun is held to the idle limit.
+    fn head_limit(&self, connection: &Connection) -> Option<Duration> {
+        let config = &self.0.config;
+        if !connection.answered {
+            return config.first_byte_timeout;
+        }
+        config.idle_timeout.or(config.first_byte_timeout)
+    }
+
+    /// Closes unused connections that have become too old.
+    pub(crate) fn reap(&self) {
+        self.0.pool.reap();
+    }
+
+    /// Closes all unused connections.
+    pub(crate) fn clear(&self) {
+        self.0.pool.clear();
+    }
+}
+
+/// A response head and how many bytes of the connection's buffer it takes.
+pub(crate) struct ParsedHead {
+    parsed: codec::ResponseHead,
+    length: usize,
+}
+
+impl std::ops::Deref for ParsedHead {
+    type Target = codec::ResponseHead;
+
+    fn deref(&self) -> &codec::ResponseHead {
+        &self.parsed
+    }
+}

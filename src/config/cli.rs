@@ -1,0 +1,213 @@
+//! The command line as clap sees it: names, environment variables, defaults and help. What the values mean
+//! together is `validate`'s; enumerations are plain strings here so that all mistakes are reported in one go.
+
+use clap::{Args, Parser, Subcommand};
+
+/// KV-cache-aware LLM router in front of SGLang, vLLM and ATOM engines.
+#[derive(Debug, Parser)]
+#[command(name = "infera-router", version, args_conflicts_with_subcommands = true, max_term_width = 110)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    #[command(flatten)]
+    pub serve: ServeArgs,
+}
+
+#[derive(Debug, Clone, Subcommand)]
+pub enum Command {
+    /// Shows what the router would see, without traffic.
+    #[command(subcommand)]
+    Inspect(InspectCommand),
+}
+
+#[derive(Debug, Clone, Subcommand)]
+pub enum InspectCommand {
+    /// Request bodies as JSON lines on stdin -> text, token ids and block hashes as JSON lines.
+    Prompt(super::inspect::PromptArgs),
+    /// KV-event frames on stdin, or live -> what each frame did to the visible blocks.
+    Events(super::inspect::EventsArgs),
+}
+
+/// Everything the server takes. Precedence: flag, then environment, then default.
+#[derive(Debug, Clone, Args)]
+pub struct ServeArgs {
+    #[command(flatten)]
+    pub listen: ListenArgs,
+    #[command(flatten)]
+    pub discovery: DiscoveryArgs,
+    #[command(flatten)]
+    pub routing: RoutingArgs,
+    #[command(flatten)]
+    pub upstream: UpstreamArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+    #[command(flatten)]
+    pub not_built: NotBuiltArgs,
+    #[command(flatten)]
+    pub no_effect: NoEffectArgs,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Listener")]
+pub struct ListenArgs {
+    /// Address or name to listen on; `::` listens on IPv6 (and IPv4 where the system maps it).
+    #[arg(long, default_value = "0.0.0.0")]
+    pub host: String,
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+    /// Largest request body, bytes; a larger one is answered with 413.
+    #[arg(long, value_name = "BYTES", default_value_t = crate::limits::BODY_BYTES_MAX as u64)]
+    pub max_body_bytes: u64,
+    /// How long running requests may take to finish after SIGTERM or SIGINT, seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, allow_negative_numbers = true)]
+    pub drain_timeout: f64,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Discovery")]
+pub struct DiscoveryArgs {
+    /// A worker: URL[,key=value…] with the keys model, role (mixed|prefill|decode), engine, id, block-size, dp-size,
+    /// dp-rank, kv-events, kv-replay (tcp://host:port). What is left out is asked of the engine. Repeatable.
+    #[arg(long, value_name = "URL[,KEY=VALUE…]")]
+    pub worker: Vec<String>,
+    /// JSON array of registration records; read again when it changes.
+    #[arg(long, value_name = "PATH")]
+    pub workers_file: Option<std::path::PathBuf>,
+    /// static|etcd [default: static when --worker or --workers-file is given, else etcd].
+    #[arg(long, value_name = "BACKEND")]
+    pub discovery_backend: Option<String>,
+    /// One or more etcd endpoints, separated by commas.
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:2379")]
+    pub etcd_endpoint: String,
+    #[arg(long, value_name = "PREFIX", default_value = "/infera/workers/")]
+    pub etcd_prefix: String,
+    /// zmq.
+    #[arg(long, value_name = "TRANSPORT", default_value = "zmq")]
+    pub kv_event_transport: String,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Routing")]
+pub struct RoutingArgs {
+    /// kv-aware|round-robin.
+    #[arg(long, value_name = "POLICY", default_value = "kv-aware")]
+    pub router_policy: String,
+    /// Model directory or tokenizer.json; without one, kv-aware routes by load only.
+    #[arg(long, alias = "kv-tokenizer-path", value_name = "PATH")]
+    pub router_tokenizer_path: Option<std::path::PathBuf>,
+    /// Weight of one missing prefix block against one block of load; 0 routes by load only.
+    #[arg(long, value_name = "WEIGHT", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub kv_overlap_weight: f64,
+    /// JSON object given to the chat template when a request does not set its members.
+    #[arg(long, value_name = "JSON", env = "INFERA_KV_DEFAULT_CHAT_TEMPLATE_KWARGS")]
+    pub kv_default_chat_template_kwargs: Option<String>,
+    /// Threads that encode long prompts [default: by the number of cores].
+    #[arg(long, value_name = "N")]
+    pub encoder_threads: Option<u32>,
+    /// Further attempts on other workers, before any byte of the answer has reached the client.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub request_max_retries: u32,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Workers over HTTP")]
+pub struct UpstreamArgs {
+    /// http.
+    #[arg(long, value_name = "TRANSPORT", default_value = "http")]
+    pub request_transport: String,
+    #[arg(long, value_name = "SECONDS", default_value_t = 5.0, allow_negative_numbers = true)]
+    pub upstream_connect_timeout_s: f64,
+    /// From the end of the request to the first byte of the answer; 0 waits for ever (queueing may be long).
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub upstream_first_byte_timeout_s: f64,
+    /// Longest silence inside an answer; 0 waits for ever.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "INFERA_HTTP_REQ_IDLE_TIMEOUT",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
+    pub http_req_idle_timeout_s: f64,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Machine")]
+pub struct MachineArgs {
+    /// Shards, one pinned thread each [default: one per core but one, or one per --shard-cpus].
+    #[arg(long, value_name = "N")]
+    pub shards: Option<u32>,
+    /// CPUs to pin the shards to, as in 2-5,8 [default: not pinned to particular CPUs].
+    #[arg(long, value_name = "LIST")]
+    pub shard_cpus: Option<String>,
+    /// auto|epoll.
+    #[arg(long, value_name = "DRIVER", default_value = "auto")]
+    pub io_driver: String,
+    /// Fail when io_uring cannot be used, instead of running on epoll.
+    #[arg(long)]
+    pub require_io_uring: bool,
+    /// text|json.
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: String,
+}
+
+/// Known options of features that this build does not have. Only values that ask for nothing are accepted; see
+/// `validate::NOT_BUILT`.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Known, not available in this build (only the default is accepted)")]
+pub struct NotBuiltArgs {
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub breaker_failure_threshold: u32,
+    #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
+    pub breaker_cooldown_s: f64,
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
+    pub breaker_max_cooldown_s: f64,
+    /// off|shadow|on.
+    #[arg(long, value_name = "MODE", env = "INFERA_DECODE_INPUT_DEMAND", default_value = "off")]
+    pub decode_input_demand: String,
+    #[arg(long, value_name = "WEIGHT", env = "INFERA_DECODE_REQUEST_WEIGHT", default_value_t = 0.0)]
+    pub decode_request_weight: f64,
+    /// off|prefill|both.
+    #[arg(long, value_name = "MODE", env = "INFERA_SESSION_AFFINITY", default_value = "off")]
+    pub session_affinity: String,
+    /// [default: --kv-overlap-weight].
+    #[arg(long, value_name = "WEIGHT")]
+    pub kv_prefill_overlap_weight: Option<f64>,
+    /// [default: --kv-overlap-weight].
+    #[arg(long, value_name = "WEIGHT")]
+    pub kv_decode_overlap_weight: Option<f64>,
+    /// decode|completion.
+    #[arg(long, value_name = "WHEN", env = "INFERA_PD_PREFILL_GUARD_RELEASE", default_value = "decode")]
+    pub pd_prefill_guard_release: String,
+    #[arg(long, value_name = "SECONDS", env = "INFERA_PD_PREFILL_DRAIN_TIMEOUT", default_value_t = 300.0)]
+    pub pd_prefill_drain_timeout_s: f64,
+    #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_ADMISSION_WARN", default_value_t = 240.0)]
+    pub stream_admission_warn_s: f64,
+    #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]
+    pub stream_stall_warn_s: f64,
+    /// true|false: learn template variables from each worker.
+    #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
+    pub kv_per_worker_template_kwargs: bool,
+    /// dsv4|kimi_k3: chat encoding instead of the template.
+    #[arg(long, value_name = "NAME", env = "INFERA_KV_CHAT_ENCODING", default_value = "")]
+    pub kv_chat_encoding: String,
+}
+
+/// Options that only tune a transport or backend which cannot be chosen in this build. Launchers pass them along, so
+/// they are accepted; a set one is reported at start.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Accepted, without effect in this build")]
+pub struct NoEffectArgs {
+    #[arg(long, value_name = "URL", env = "NATS_SERVER", hide_env_values = true)]
+    pub nats_server: Option<String>,
+    #[arg(long, value_name = "SECONDS", env = "INFERA_NATS_REQ_IDLE_TIMEOUT")]
+    pub nats_req_idle_timeout_s: Option<f64>,
+    #[arg(long, value_name = "SECONDS", env = "INFERA_NATS_REQ_MAX_DURATION")]
+    pub nats_req_max_duration_s: Option<f64>,
+    #[arg(long, value_name = "N", env = "INFERA_NATS_REQ_MAX_PENDING")]
+    pub nats_req_max_pending: Option<u64>,
+    #[arg(long, value_name = "SELECTOR", env = "INFERA_K8S_LABEL_SELECTOR")]
+    pub k8s_label_selector: Option<String>,
+    #[arg(long, value_name = "NAMESPACE")]
+    pub k8s_namespace: Option<String>,
+}

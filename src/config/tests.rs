@@ -1,0 +1,352 @@
+//! The command line as tables: what is accepted, what is refused and with which words.
+
+use std::process::Command as Process;
+
+use super::*;
+
+fn run(arguments: &[&str]) -> Result<Config, Refusal> {
+    let all = ["infera-router"].into_iter().chain(arguments.iter().copied());
+    match parse(all)? {
+        Invocation::Serve(config) => Ok(*config),
+        Invocation::Inspect(_) => panic!("{arguments:?} is not serve"),
+    }
+}
+
+fn config(arguments: &[&str]) -> Config {
+    run(arguments).unwrap_or_else(|refusal| panic!("{arguments:?}: {}", refusal.text))
+}
+
+#[track_caller]
+fn check_refused(arguments: &[&str], exit_code: u8, expected: &[&str]) {
+    let refusal = run(arguments).map(|_| ()).expect_err("should be refused");
+    assert_eq!(refusal.exit_code, exit_code, "{arguments:?}: {}", refusal.text);
+    for text in expected {
+        assert!(refusal.text.contains(text), "{arguments:?}: `{text}` is not in:\n{}", refusal.text);
+    }
+}
+
+#[test]
+fn defaults_are_those_of_a_bare_metal_host() {
+    let config = config(&[]);
+    assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
+    assert_eq!(config.policy, RouterPolicy::KvAware);
+    assert_eq!(config.kv_overlap_weight, 1.0);
+    assert_eq!(config.request_retries_max, 1);
+    assert_eq!(config.max_body_bytes, 64 << 20);
+    assert_eq!(config.drain_timeout, Duration::from_secs(30));
+    let upstream = UpstreamTimeouts { connect: Duration::from_secs(5), first_byte: None, idle: None };
+    assert_eq!(config.upstream, upstream);
+    assert_eq!((config.io_driver, config.log_format), (IoDriver::Auto, LogFormat::Text));
+    assert!(config.shards >= 1 && config.shard_cpus.is_none() && !config.require_io_uring);
+    let etcd = config.discovery.etcd.expect("etcd is the default source");
+    assert_eq!((etcd.endpoints, etcd.prefix.as_str()), (vec!["http://127.0.0.1:2379".to_owned()], "/infera/workers/"));
+    assert!(config.warnings.iter().any(|warning| warning.contains("--router-tokenizer-path")));
+}
+
+#[test]
+fn the_launchers_own_command_line_is_accepted() {
+    let directory = tempfile::tempdir().unwrap();
+    let tokenizer = directory.path().to_str().unwrap();
+    let config = config(&[
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "8001",
+        "--etcd-prefix",
+        "/infera/workers",
+        "--router-policy",
+        "kv-aware",
+        "--discovery-backend",
+        "etcd",
+        "--request-transport",
+        "http",
+        "--request-max-retries",
+        "2",
+        "--breaker-failure-threshold",
+        "3",
+        "--breaker-cooldown-s",
+        "5",
+        "--breaker-max-cooldown-s",
+        "60.0",
+        "--etcd-endpoint",
+        "etcd-0",
+        "--kv-event-transport",
+        "zmq",
+        "--nats-server",
+        "nats://u:p@n:4222",
+        "--kv-tokenizer-path",
+        tokenizer,
+        "--kv-overlap-weight",
+        "2.5",
+    ]);
+    assert_eq!((config.listen.port(), config.request_retries_max, config.kv_overlap_weight), (8001, 2, 2.5));
+    assert_eq!(config.tokenizer_path.as_deref(), Some(directory.path()));
+    let etcd = config.discovery.etcd.as_ref().unwrap();
+    assert_eq!((etcd.endpoints[0].as_str(), etcd.prefix.as_str()), ("http://etcd-0:2379", "/infera/workers/"));
+    assert_eq!(config.warnings.len(), 1, "{:?}", config.warnings);
+    assert!(config.warnings[0].contains("--nats-server has no effect"), "{:?}", config.warnings);
+}
+
+#[test]
+fn discovery_backend_follows_the_sources_given() {
+    let discovery = |arguments: &[&str]| config(arguments).discovery;
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let path = file.path().to_str().unwrap();
+    assert!(discovery(&["--worker", "http://h:1"]).etcd.is_none());
+    assert!(discovery(&["--workers-file", path]).etcd.is_none());
+    assert!(discovery(&["--discovery-backend", "static", "--workers-file", path]).etcd.is_none());
+    let both = discovery(&["--worker", "http://h:1", "--discovery-backend", "etcd"]);
+    assert!(both.etcd.is_some() && both.workers.len() == 1);
+    check_refused(&["--discovery-backend", "static"], 1, &["--worker or --workers-file"]);
+    check_refused(&["--discovery-backend", "kubernetes"], 1, &["not available", "use etcd or static"]);
+    check_refused(&["--discovery-backend", "consul"], 1, &["static|etcd", "got `consul`"]);
+    check_refused(&["--workers-file", "/nonexistent/w.json"], 1, &["--workers-file /nonexistent/w.json: no such file"]);
+}
+
+#[test]
+fn etcd_endpoints() {
+    let endpoints = |text: &str| {
+        config(&["--discovery-backend", "etcd", "--etcd-endpoint", text]).discovery.etcd.unwrap().endpoints
+    };
+    for (text, expected) in [
+        ("h", &["http://h:2379"][..]),
+        ("h:1234", &["http://h:1234"]),
+        ("http://h:1234/", &["http://h:1234"]),
+        ("http://h", &["http://h:80"]),
+        ("127.0.0.1:2379", &["http://127.0.0.1:2379"]),
+        ("[::1]:2379", &["http://[::1]:2379"]),
+        ("a:1, b:2,http://c:3", &["http://a:1", "http://b:2", "http://c:3"]),
+    ] {
+        assert_eq!(endpoints(text), expected, "{text}");
+    }
+    for (text, expected) in [
+        ("https://h:2379", "TLS to etcd"),
+        ("http://u:pw@h:2379", "authentication"),
+        ("http://h:2379/v3", "only scheme, host and port"),
+        ("ftp://h:1", "write http://host:port"),
+        ("h:port", "write http://host:port"),
+        (",", "--etcd-endpoint is empty"),
+    ] {
+        check_refused(&["--etcd-endpoint", text], 1, &[expected]);
+    }
+    let refusal = run(&["--etcd-endpoint", "http://u:pw@h:2379"]).map(|_| ()).unwrap_err();
+    assert!(!refusal.text.contains("pw"), "{}", refusal.text);
+}
+
+#[test]
+fn worker_arguments() {
+    let text = "http://10.0.0.5:30000/,model=glm-5.3,role=prefill,engine=sglang,block-size=64,dp-size=8,\
+                kv-events=tcp://10.0.0.5:5557,kv-replay=tcp://10.0.0.5:5657";
+    let workers = config(&["--worker", text, "--worker", "http://[::1]:2,id=second"]).discovery.workers;
+    let mut first = crate::worker::WorkerRecord::new("10.0.0.5:30000", "http://10.0.0.5:30000");
+    first.model_name = "glm-5.3".to_owned();
+    first.engine = "sglang".to_owned();
+    first.disagg_mode = crate::worker::Role::Prefill;
+    (first.kv_block_size, first.dp_size) = (Some(64), Some(8));
+    first.kv_events_endpoint = Some("tcp://10.0.0.5:5557".to_owned());
+    first.kv_replay_endpoint = Some("tcp://10.0.0.5:5657".to_owned());
+    assert_eq!(workers, [first, crate::worker::WorkerRecord::new("second", "http://[::1]:2")]);
+    // Two spellings of one worker are one.
+    assert_eq!(config(&["--worker", "http://H:1", "--worker", "http://h:1/"]).discovery.workers.len(), 1);
+
+    for (text, expected) in [
+        ("h:1", "write http://HOST:PORT"),
+        ("https://h:1", "TLS to workers is not built"),
+        ("http://h:1@2", "user name"),
+        ("http://h:1,modell=x", "unknown key `modell`; known: model, role"),
+        ("http://h:1,model", "`model` is not key=value"),
+        ("http://h:1,model=", "`model` is empty"),
+        ("http://h:1,model=a,model=b", "`model` is given twice"),
+        ("http://h:1,role=both", "`both` is not one of mixed, prefill, decode"),
+        ("http://h:1,block-size=16k", "`block-size=16k` is not an integer"),
+        ("http://h:1,block-size=0", "0 is not within"),
+        ("http://h:1,dp-size=5000", "above the cap"),
+        ("http://h:1,kv-events=tcp://*:5557", "wildcard"),
+    ] {
+        check_refused(&["--worker", text], 1, &["--worker", expected]);
+    }
+    check_refused(&["--worker", "http://h:1", "--worker", "http://h:1,model=m"], 1, &["given twice, differently"]);
+}
+
+#[test]
+fn ranges_and_enumerations() {
+    for (arguments, expected) in [
+        (&["--router-policy", "random"][..], "--router-policy round-robin|kv-aware (got `random`)"),
+        (&["--request-transport", "nats"], "--request-transport nats is not available in this build; use http"),
+        (&["--request-transport", "grpc"], "--request-transport http (got `grpc`)"),
+        (&["--kv-event-transport", "nats"], "--kv-event-transport nats is not available in this build; use zmq"),
+        (&["--io-driver", "kqueue"], "--io-driver auto|epoll"),
+        (&["--io-driver", "epoll", "--require-io-uring"], "contradicts"),
+        (&["--log-format", "xml"], "--log-format text|json"),
+        (&["--drain-timeout", "-1"], "--drain-timeout must be a number of seconds"),
+        (&["--drain-timeout", "NaN"], "--drain-timeout must be a number of seconds"),
+        (&["--drain-timeout", "inf"], "--drain-timeout must be a number of seconds"),
+        (&["--upstream-connect-timeout-s", "0"], "--upstream-connect-timeout-s must be above 0"),
+        (&["--http-req-idle-timeout-s", "-5"], "--http-req-idle-timeout-s must be"),
+        (&["--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
+        (&["--shards", "0"], "--shards must be from 1"),
+        (&["--encoder-threads", "0"], "--encoder-threads must be from 1"),
+        (&["--request-max-retries", "1000"], "--request-max-retries must be from 0 to 100"),
+        (&["--kv-overlap-weight", "-1"], "--kv-overlap-weight must be"),
+        (&["--kv-overlap-weight", "NaN"], "--kv-overlap-weight must be"),
+        (&["--router-tokenizer-path", "/nonexistent"], "--router-tokenizer-path /nonexistent: no such path"),
+        (&["--kv-default-chat-template-kwargs", "[1]"], "must be a JSON object"),
+        (&["--kv-default-chat-template-kwargs", "{x"], "is not JSON"),
+        (&["--shard-cpus", "3-1"], "runs backwards"),
+        (&["--shard-cpus", "1,1"], "CPU 1 is named twice"),
+        (&["--shard-cpus", "a"], "`a` is not a CPU"),
+        (&["--shard-cpus", ""], "`` is not a CPU"),
+        (&["--shards", "1", "--shard-cpus", "2,3"], "names 2 CPUs for 1 shards"),
+        (&["--host", "no such host"], "--host `no such host`"),
+    ] {
+        check_refused(arguments, EXIT_INVALID, &[expected]);
+    }
+}
+
+#[test]
+fn good_values() {
+    let config = config(&[
+        "--host",
+        "::",
+        "--port",
+        "0",
+        "--shard-cpus",
+        "2-4, 8",
+        "--drain-timeout",
+        "0.25",
+        "--log-format",
+        "json",
+        "--upstream-first-byte-timeout-s",
+        "1.5",
+        "--http-req-idle-timeout-s",
+        "2",
+        "--router-policy",
+        "round-robin",
+        "--kv-default-chat-template-kwargs",
+        r#"{"enable_thinking":false}"#,
+        "--encoder-threads",
+        "3",
+    ]);
+    assert_eq!(config.listen, "[::]:0".parse().unwrap());
+    assert_eq!((config.shards, config.shard_cpus), (4, Some(vec![2, 3, 4, 8])));
+    assert_eq!(config.drain_timeout, Duration::from_millis(250));
+    assert_eq!(config.upstream.first_byte, Some(Duration::from_millis(1500)));
+    assert_eq!(config.upstream.idle, Some(Duration::from_secs(2)));
+    assert_eq!(config.chat_template_kwargs["enable_thinking"], serde_json::Value::Bool(false));
+    assert_eq!((config.encoder_threads, config.log_format), (Some(3), LogFormat::Json));
+    assert_eq!(config.warnings, Vec::<String>::new());
+    assert_eq!(run(&["--host", "[::1]"]).unwrap().listen.to_string(), "[::1]:8000");
+    assert!(run(&["--host", "localhost"]).unwrap().listen.ip().is_loopback());
+}
+
+#[test]
+fn b60_options_without_their_feature_are_refused_not_ignored() {
+    for (name, asking, harmless) in [
+        ("--breaker-failure-threshold", "5", &["3", "0"][..]),
+        ("--breaker-cooldown-s", "10", &["5", "5.0"]),
+        ("--breaker-max-cooldown-s", "10", &["60"]),
+        ("--decode-input-demand", "shadow", &["off"]),
+        ("--decode-request-weight", "1", &["0", "0.0"]),
+        ("--session-affinity", "both", &["off"]),
+        ("--kv-prefill-overlap-weight", "20", &[]),
+        ("--kv-decode-overlap-weight", "2", &[]),
+        ("--pd-prefill-guard-release", "completion", &["decode"]),
+        ("--pd-prefill-drain-timeout-s", "10", &["300"]),
+        ("--stream-admission-warn-s", "10", &["240", "0"]),
+        ("--stream-stall-warn-s", "10", &["60", "0"]),
+        ("--kv-per-worker-template-kwargs", "", &["true", "false"]),
+        ("--kv-chat-encoding", "dsv4", &[]),
+    ] {
+        if !asking.is_empty() {
+            check_refused(&[name, asking], EXIT_INVALID, &[name, "not available in this build"]);
+        }
+        for value in harmless {
+            config(&[name, value]);
+        }
+    }
+}
+
+#[test]
+fn every_problem_is_reported_at_once() {
+    let refusal =
+        run(&["--router-policy", "x", "--shards", "0", "--worker", "h", "--decode-input-demand", "on"]).map(|_| ());
+    let text = refusal.unwrap_err().text;
+    assert_eq!(text.lines().count(), 4, "{text}");
+    assert!(text.lines().all(|line| line.starts_with("error: ")), "{text}");
+}
+
+#[test]
+fn usage_errors_and_help() {
+    check_refused(&["--no-such-flag"], EXIT_USAGE, &["--no-such-flag"]);
+    check_refused(&["--port", "70000"], EXIT_USAGE, &["--port"]);
+    check_refused(&["--shards", "two"], EXIT_USAGE, &["--shards"]);
+    check_refused(&["stray"], EXIT_USAGE, &["stray"]);
+    check_refused(&["--port", "1", "--port", "2"], EXIT_USAGE, &["--port"]);
+    check_refused(&["--help"], 0, &["--router-policy", "INFERA_HTTP_REQ_IDLE_TIMEOUT", "not available in this build"]);
+    check_refused(&["--version"], 0, &[env!("CARGO_PKG_VERSION")]);
+}
+
+#[test]
+fn inspect_is_a_subcommand_with_its_own_arguments() {
+    let inspect = |arguments: &[&str]| match parse(["infera-router", "inspect"].iter().chain(arguments)) {
+        Ok(Invocation::Inspect(command)) => command,
+        other => panic!("{arguments:?}: {other:?}"),
+    };
+    let InspectCommand::Prompt(prompt) = inspect(&["prompt", "--router-tokenizer-path", "/models/m"]) else {
+        panic!("not prompt")
+    };
+    assert_eq!((prompt.router_tokenizer_path, prompt.block_size), (PathBuf::from("/models/m"), 16));
+    let InspectCommand::Events(events) = inspect(&["events", "--connect", "tcp://h:1", "--hashes"]) else {
+        panic!("not events")
+    };
+    assert_eq!((events.connect.as_deref(), events.hashes), (Some("tcp://h:1"), true));
+}
+
+#[test]
+fn effective_settings_name_their_source_and_hide_credentials() {
+    let config = config(&["--port", "9000", "--nats-server", "nats://user:pa/ss@n:4222,nats://t0ken@m:4222"]);
+    let lines: Vec<_> = config.effective().collect();
+    assert!(lines.contains(&"port = 9000 (flag)".to_owned()), "{lines:#?}");
+    assert!(lines.contains(&"host = 0.0.0.0 (default)".to_owned()), "{lines:#?}");
+    assert!(lines.contains(&"workers-file is not set (default)".to_owned()), "{lines:#?}");
+    assert!(lines.contains(&"nats-server = nats://***@n:4222,nats://***@m:4222 (flag)".to_owned()), "{lines:#?}");
+    let debug = format!("{config:?}");
+    assert!(!debug.contains("pa/ss") && !debug.contains("t0ken"), "{debug}");
+}
+
+/// Environment variables belong to a process, so this asks a child: the same test binary, running
+/// [`environment_in_the_child`].
+#[test]
+fn flag_before_environment_before_default() {
+    let child = |variables: &[(&str, &str)]| {
+        let mut process = Process::new(std::env::current_exe().unwrap());
+        process.args(["--exact", "config::tests::environment_in_the_child", "--ignored", "--nocapture"]);
+        process.envs(variables.iter().copied());
+        let output = process.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let output = child(&[("INFERA_HTTP_REQ_IDLE_TIMEOUT", "7"), ("NATS_SERVER", "nats://u:p@n:1")]);
+    assert!(output.contains("without flag: Some(7s)"), "{output}");
+    assert!(output.contains("with flag: Some(9s)"), "{output}");
+    assert!(output.contains("http-req-idle-timeout-s = 7 (environment)"), "{output}");
+    // A host-wide variable for a transport that is not in use is no news.
+    assert!(output.contains("warnings: 0"), "{output}");
+    let output = child(&[("INFERA_SESSION_AFFINITY", "both")]);
+    assert!(output.contains("refused: error: --session-affinity both: not available in this build"), "{output}");
+}
+
+#[test]
+#[ignore = "run by flag_before_environment_before_default in a child process"]
+fn environment_in_the_child() {
+    match run(&["--router-policy", "round-robin"]) {
+        Ok(config) => {
+            println!("without flag: {:?}", config.upstream.idle);
+            println!("warnings: {}", config.warnings.len());
+            println!("{}", config.effective().collect::<Vec<_>>().join("\n"));
+            let flagged = super::tests::config(&["--http-req-idle-timeout-s", "9"]);
+            println!("with flag: {:?}", flagged.upstream.idle);
+        }
+        Err(refusal) => println!("refused: {}", refusal.text),
+    }
+}

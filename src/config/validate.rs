@@ -1,0 +1,404 @@
+//! From parsed arguments to [`Config`]: ranges, enumerations and what options mean together. Collects every
+//! problem before it gives up; each names its option and what to write instead.
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::cli::{DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs};
+use super::effective::{Setting, Source, redact};
+use super::{Config, IoDriver, LogFormat, RouterPolicy, UpstreamTimeouts, worker_argument};
+use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
+use crate::worker::WorkerRecord;
+
+/// Options of features that are not in this build, and the value besides the default that asks for nothing.
+const NOT_BUILT: [(&str, Option<&str>); 14] = [
+    ("breaker-failure-threshold", Some("0")),
+    ("breaker-cooldown-s", None),
+    ("breaker-max-cooldown-s", None),
+    ("decode-input-demand", None),
+    ("decode-request-weight", None),
+    ("session-affinity", None),
+    ("kv-prefill-overlap-weight", None),
+    ("kv-decode-overlap-weight", None),
+    ("pd-prefill-guard-release", None),
+    ("pd-prefill-drain-timeout-s", None),
+    ("stream-admission-warn-s", Some("0")),
+    ("stream-stall-warn-s", Some("0")),
+    ("kv-per-worker-template-kwargs", Some("false")),
+    ("kv-chat-encoding", None),
+];
+
+const SHARDS_MAX: u32 = 1024;
+const ENCODER_THREADS_MAX: u32 = 1024;
+const RETRIES_MAX: u32 = 100;
+/// Longest duration that is accepted, seconds: ten years, far from every clock's overflow.
+const SECONDS_MAX: f64 = 315_360_000.0;
+
+/// The problems found so far.
+struct Problems(Vec<String>);
+
+impl Problems {
+    fn add(&mut self, problem: impl Into<String>) {
+        self.0.push(problem.into());
+    }
+
+    /// Picks the meaning of an enumeration; the first choice stands in after a problem.
+    fn choice<T: Copy>(&mut self, flag: &str, given: &str, choices: &[(&str, T)]) -> T {
+        if let Some((_, value)) = choices.iter().find(|(name, _)| *name == given) {
+            return *value;
+        }
+        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
+        self.add(format!("this build supports {flag} {} (got `{given}`)", names.join("|")));
+        choices[0].1
+    }
+
+    fn seconds(&mut self, flag: &str, seconds: f64) -> Duration {
+        if seconds.is_finite() && (0.0..=SECONDS_MAX).contains(&seconds) {
+            return Duration::from_secs_f64(seconds);
+        }
+        self.add(format!("{flag} must be a number of seconds from 0 to {SECONDS_MAX} (got {seconds})"));
+        Duration::ZERO
+    }
+
+    /// Zero switches the timeout off.
+    fn seconds_or_off(&mut self, flag: &str, seconds: f64) -> Option<Duration> {
+        Some(self.seconds(flag, seconds)).filter(|duration| !duration.is_zero())
+    }
+
+    fn range(&mut self, flag: &str, value: u32, minimum: u32, maximum: u32) -> usize {
+        if !(minimum..=maximum).contains(&value) {
+            self.add(format!("{flag} must be from {minimum} to {maximum} (got {value})"));
+        }
+        value.clamp(minimum, maximum) as usize
+    }
+}
+
+pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Config, Vec<String>> {
+    let mut problems = Problems(Vec::new());
+    not_built(&effective, &mut problems);
+    let listen = listen(&arguments.listen, &mut problems);
+    let discovery = discovery(&arguments.discovery, &mut problems);
+    let routing = routing(&arguments.routing, &mut problems);
+    let upstream = upstream(&arguments.upstream, &mut problems);
+    let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
+    let io_driver = problems.choice(
+        "--io-driver",
+        &arguments.machine.io_driver,
+        &[("auto", IoDriver::Auto), ("epoll", IoDriver::Epoll)],
+    );
+    if arguments.machine.require_io_uring && io_driver == IoDriver::Epoll {
+        problems.add("--require-io-uring contradicts --io-driver epoll; drop one of them");
+    }
+    let log_format = problems.choice(
+        "--log-format",
+        &arguments.machine.log_format,
+        &[("text", LogFormat::Text), ("json", LogFormat::Json)],
+    );
+    let max_body_bytes = usize::try_from(arguments.listen.max_body_bytes).unwrap_or(usize::MAX);
+    if max_body_bytes == 0 {
+        problems.add("--max-body-bytes must be at least 1");
+    }
+    let drain_timeout = problems.seconds("--drain-timeout", arguments.listen.drain_timeout);
+    if !problems.0.is_empty() {
+        return Err(problems.0);
+    }
+    let mut warnings = no_effect(&arguments.no_effect, &effective);
+    if routing.policy == RouterPolicy::KvAware && routing.tokenizer_path.is_none() {
+        warnings.push(
+            "no --router-tokenizer-path: only prompts given as token ids are matched, all others are routed by load"
+                .to_owned(),
+        );
+    }
+    Ok(Config {
+        listen,
+        max_body_bytes,
+        drain_timeout,
+        discovery,
+        policy: routing.policy,
+        tokenizer_path: routing.tokenizer_path,
+        kv_overlap_weight: routing.overlap_weight,
+        chat_template_kwargs: routing.chat_template_kwargs,
+        encoder_threads: routing.encoder_threads,
+        request_retries_max: routing.request_retries_max,
+        upstream,
+        shards,
+        shard_cpus,
+        io_driver,
+        require_io_uring: arguments.machine.require_io_uring,
+        log_format,
+        warnings,
+        effective,
+    })
+}
+
+/// A value that a feature would need is refused rather than ignored.
+fn not_built(effective: &[Setting], problems: &mut Problems) {
+    for setting in effective {
+        let Some((_, harmless)) = NOT_BUILT.iter().find(|(name, _)| *name == setting.name) else { continue };
+        let Some(given) = setting.values.first() else { continue };
+        let default = setting.defaults.first().map(String::as_str);
+        if default.is_some_and(|default| same(default, given)) || harmless.is_some_and(|value| same(value, given)) {
+            continue;
+        }
+        let advice = match default {
+            Some("") | None => "leave it out".to_owned(),
+            Some(default) => format!("leave it at {default}"),
+        };
+        problems.add(format!("--{} {given}: not available in this build; {advice}", setting.name));
+    }
+}
+
+/// Equal as text or as numbers (`5` and `5.0`).
+fn same(a: &str, b: &str) -> bool {
+    a == b || matches!((a.parse::<f64>(), b.parse::<f64>()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// Options set by hand that change nothing. Environment variables are common to whole hosts and stay quiet.
+fn no_effect(arguments: &NoEffectArgs, effective: &[Setting]) -> Vec<String> {
+    let NoEffectArgs {
+        nats_server: _,
+        nats_req_idle_timeout_s: _,
+        nats_req_max_duration_s: _,
+        nats_req_max_pending: _,
+        k8s_label_selector: _,
+        k8s_namespace: _,
+    } = arguments;
+    effective
+        .iter()
+        .filter(|setting| setting.source == Source::Flag)
+        .filter(|setting| setting.name.starts_with("nats-") || setting.name.starts_with("k8s-"))
+        .map(|setting| format!("--{} has no effect: this build has neither nats nor kubernetes", setting.name))
+        .collect()
+}
+
+fn listen(arguments: &ListenArgs, problems: &mut Problems) -> SocketAddr {
+    let host = arguments.host.trim();
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    if let Ok(ip) = bare.parse::<IpAddr>() {
+        return SocketAddr::new(ip, arguments.port);
+    }
+    match (host, arguments.port).to_socket_addrs().map(|mut addresses| addresses.next()) {
+        Ok(Some(address)) => return address,
+        Ok(None) => problems.add(format!("--host `{host}` has no address; give an IP address to listen on")),
+        Err(error) => problems.add(format!("--host `{host}`: {error}; give an IP address to listen on")),
+    }
+    SocketAddr::from(([0, 0, 0, 0], arguments.port))
+}
+
+fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryConfig {
+    let mut workers: Vec<WorkerRecord> = Vec::new();
+    for text in &arguments.worker {
+        match worker_argument::parse(text) {
+            Ok(record) => match workers.iter().find(|known| known.worker_id == record.worker_id) {
+                Some(known) if *known != record => {
+                    problems.add(format!(
+                        "--worker {}: `{}` is given twice, differently",
+                        redact(text),
+                        record.worker_id
+                    ));
+                }
+                Some(_) => {}
+                None => workers.push(record),
+            },
+            Err(problem) => problems.add(format!("--worker {}: {problem}", redact(text))),
+        }
+    }
+    if let Some(path) = &arguments.workers_file
+        && !path.is_file()
+    {
+        problems.add(format!("--workers-file {}: no such file", path.display()));
+    }
+    let event_transports = match arguments.kv_event_transport.as_str() {
+        "nats" => {
+            problems.add("--kv-event-transport nats is not available in this build; use zmq");
+            "zmq"
+        }
+        other => other,
+    };
+    problems.choice("--kv-event-transport", event_transports, &[("zmq", ())]);
+    let has_static = !arguments.worker.is_empty() || arguments.workers_file.is_some();
+    let backend = match arguments.discovery_backend.as_deref() {
+        None if has_static => "static",
+        None => "etcd",
+        Some("kubernetes") => {
+            problems.add("--discovery-backend kubernetes is not available in this build; use etcd or static");
+            "static"
+        }
+        Some("static") if !has_static => {
+            problems.add("--discovery-backend static needs --worker or --workers-file");
+            "static"
+        }
+        Some(backend) => backend,
+    };
+    let uses_etcd = problems.choice("--discovery-backend", backend, &[("static", false), ("etcd", true)]);
+    DiscoveryConfig {
+        workers,
+        workers_file: arguments.workers_file.clone(),
+        etcd: uses_etcd.then(|| etcd(arguments, problems)),
+        timing: Timing::default(),
+    }
+}
+
+fn etcd(arguments: &DiscoveryArgs, problems: &mut Problems) -> EtcdConfig {
+    let mut endpoints = Vec::new();
+    for text in arguments.etcd_endpoint.split(',').map(str::trim).filter(|text| !text.is_empty()) {
+        match etcd_endpoint(text) {
+            Ok(endpoint) => endpoints.push(endpoint),
+            Err(problem) => problems.add(format!("--etcd-endpoint {}: {problem}", redact(text))),
+        }
+    }
+    if arguments.etcd_endpoint.split(',').all(|text| text.trim().is_empty()) {
+        problems.add("--etcd-endpoint is empty; give host:port");
+    }
+    let mut prefix = arguments.etcd_prefix.clone();
+    if prefix.is_empty() {
+        problems.add("--etcd-prefix is empty; every key would be taken for a worker");
+    }
+    if !prefix.ends_with('/') {
+        prefix.push('/');
+    }
+    EtcdConfig { endpoints, prefix }
+}
+
+/// `http://…` is kept (without its trailing slash), `host:port` gets a scheme, `host` the registry's usual port.
+fn etcd_endpoint(text: &str) -> Result<String, String> {
+    let with_scheme = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
+    let url = url::Url::parse(&with_scheme).map_err(|error| format!("{error}; write http://host:port"))?;
+    match url.scheme() {
+        "http" => {}
+        "https" => return Err("TLS to etcd is not available in this build; use http://".to_owned()),
+        _ => return Err("write http://host:port or host:port".to_owned()),
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err("etcd authentication is not available in this build; leave out the user".to_owned());
+    }
+    if !matches!(url.path(), "" | "/") || url.query().is_some() || url.fragment().is_some() {
+        return Err("only scheme, host and port; write http://host:port".to_owned());
+    }
+    let Some(host) = url.host_str() else { return Err("no host; write http://host:port".to_owned()) };
+    // Without a scheme the registry's port is meant; with one, the scheme's.
+    let port = url.port().unwrap_or(if text.contains("://") { 80 } else { 2379 });
+    Ok(format!("http://{host}:{port}"))
+}
+
+struct Routing {
+    policy: RouterPolicy,
+    tokenizer_path: Option<PathBuf>,
+    overlap_weight: f64,
+    chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+    encoder_threads: Option<usize>,
+    request_retries_max: u32,
+}
+
+fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
+    let policy = problems.choice(
+        "--router-policy",
+        &arguments.router_policy,
+        &[("round-robin", RouterPolicy::RoundRobin), ("kv-aware", RouterPolicy::KvAware)],
+    );
+    if let Some(path) = &arguments.router_tokenizer_path
+        && !path.exists()
+    {
+        problems.add(format!(
+            "--router-tokenizer-path {}: no such path; give a model directory or a tokenizer.json",
+            path.display()
+        ));
+    }
+    let overlap_weight = arguments.kv_overlap_weight;
+    if !overlap_weight.is_finite() || overlap_weight < 0.0 {
+        problems.add(format!("--kv-overlap-weight must be a number of at least 0 (got {overlap_weight})"));
+    }
+    let chat_template_kwargs = match arguments.kv_default_chat_template_kwargs.as_deref().map(str::trim) {
+        None | Some("") => serde_json::Map::new(),
+        Some(text) => match serde_json::from_str(text) {
+            Ok(serde_json::Value::Object(members)) => members,
+            Ok(_) => {
+                problems.add("--kv-default-chat-template-kwargs must be a JSON object");
+                serde_json::Map::new()
+            }
+            Err(error) => {
+                problems.add(format!("--kv-default-chat-template-kwargs is not JSON: {error}"));
+                serde_json::Map::new()
+            }
+        },
+    };
+    let encoder_threads =
+        arguments.encoder_threads.map(|threads| problems.range("--encoder-threads", threads, 1, ENCODER_THREADS_MAX));
+    problems.range("--request-max-retries", arguments.request_max_retries, 0, RETRIES_MAX);
+    Routing {
+        policy,
+        tokenizer_path: arguments.router_tokenizer_path.clone(),
+        overlap_weight,
+        chat_template_kwargs,
+        encoder_threads,
+        request_retries_max: arguments.request_max_retries,
+    }
+}
+
+fn upstream(arguments: &UpstreamArgs, problems: &mut Problems) -> UpstreamTimeouts {
+    let transport = match arguments.request_transport.as_str() {
+        "nats" => {
+            problems.add("--request-transport nats is not available in this build; use http");
+            "http"
+        }
+        other => other,
+    };
+    problems.choice("--request-transport", transport, &[("http", ())]);
+    let connect = problems.seconds("--upstream-connect-timeout-s", arguments.upstream_connect_timeout_s);
+    if arguments.upstream_connect_timeout_s == 0.0 {
+        problems.add(
+            "--upstream-connect-timeout-s must be above 0: without it a dead host would hold requests for minutes",
+        );
+    }
+    UpstreamTimeouts {
+        connect,
+        first_byte: problems.seconds_or_off("--upstream-first-byte-timeout-s", arguments.upstream_first_byte_timeout_s),
+        idle: problems.seconds_or_off("--http-req-idle-timeout-s", arguments.http_req_idle_timeout_s),
+    }
+}
+
+fn shards(arguments: &MachineArgs, problems: &mut Problems) -> (usize, Option<Vec<usize>>) {
+    let cpus = match arguments.shard_cpus.as_deref().map(cpu_list) {
+        None => None,
+        Some(Ok(cpus)) => Some(cpus),
+        Some(Err(problem)) => {
+            problems.add(format!("--shard-cpus: {problem}; write it as in 2-5,8"));
+            None
+        }
+    };
+    let shards = match (arguments.shards, &cpus) {
+        (Some(shards), _) => problems.range("--shards", shards, 1, SHARDS_MAX),
+        (None, Some(cpus)) => cpus.len(),
+        // One core is the ingest core's.
+        (None, None) => std::thread::available_parallelism().map_or(1, |cores| cores.get().saturating_sub(1).max(1)),
+    };
+    if let Some(cpus) = &cpus
+        && cpus.len() > shards
+    {
+        problems.add(format!("--shard-cpus names {} CPUs for {shards} shards; name at most one per shard", cpus.len()));
+    }
+    (shards, cpus)
+}
+
+/// `2-5,8` -> 2, 3, 4, 5, 8.
+fn cpu_list(text: &str) -> Result<Vec<usize>, String> {
+    let mut cpus = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let number = |text: &str| {
+            text.trim().parse::<usize>().ok().filter(|cpu| *cpu < 4096).ok_or_else(|| format!("`{text}` is not a CPU"))
+        };
+        let (first, last) = (number(first)?, number(last)?);
+        if first > last {
+            return Err(format!("`{part}` runs backwards"));
+        }
+        for cpu in first..=last {
+            if cpus.contains(&cpu) {
+                return Err(format!("CPU {cpu} is named twice"));
+            }
+            cpus.push(cpu);
+        }
+    }
+    Ok(cpus)
+}

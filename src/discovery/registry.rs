@@ -1,0 +1,316 @@
+//! The discovery thread's main loop: takes whole sets from the sources and reports from the attendants, keeps one
+//! entry per worker, and publishes what has changed. Everything it owns is touched by this loop alone.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::task::AbortHandle;
+
+use super::ask::{self, Open};
+use super::attendant::{self, Tools};
+use super::departures::Departures;
+use super::facts::Facts;
+use super::source::{Registration, Set, merge};
+use super::status::{Shared, SourceKind};
+use super::{DiscoveryConfig, etcd::EtcdSource, file};
+use crate::fleet::{DiscoveredWorker, WorkerState};
+use crate::limits;
+use crate::worker::WorkerRecord;
+
+/// One stay of a worker in the set; a report carries it so that a former stay's is dropped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Visit {
+    pub worker_id: Arc<str>,
+    pub number: u64,
+}
+
+/// Everything that reaches the loop.
+pub(super) enum Message {
+    Source(SourceKind, Set),
+    Address(Visit, Result<SocketAddr, String>),
+    /// Facts, or what was learnt before a question failed.
+    Answer(Visit, Result<Facts, (Facts, String)>),
+    /// Whether a kept worker answered.
+    Probe(String, bool),
+}
+
+/// A worker of the merged set.
+struct Entry {
+    registration: Arc<Registration>,
+    visit: Visit,
+    attendant: AbortHandle,
+    facts: Facts,
+    /// Why the last round of questions failed.
+    unanswered: Option<String>,
+    address: Result<SocketAddr, String>,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.attendant.abort();
+    }
+}
+
+impl Entry {
+    fn discovered(&self) -> DiscoveredWorker {
+        let record = self.facts.complete(&self.registration.record);
+        let state = state(&record, &self.address, self.unanswered.as_deref());
+        DiscoveredWorker { record, address: self.address.as_ref().ok().copied(), state }
+    }
+}
+
+/// Whether requests may go to the worker, and if not, what is missing.
+fn state(record: &WorkerRecord, address: &Result<SocketAddr, String>, unanswered: Option<&str>) -> WorkerState {
+    if !record.is_active() {
+        return WorkerState::Inactive;
+    }
+    if record.request_transport != "http" {
+        return WorkerState::Pending(format!(
+            "registered for request transport `{}`; this router speaks http",
+            record.request_transport
+        ));
+    }
+    if let Err(problem) = address {
+        return WorkerState::Pending(format!("no address: {problem}"));
+    }
+    if record.model_name.is_empty() {
+        return WorkerState::Pending(format!("model not known yet: {}", unanswered.unwrap_or("not asked so far")));
+    }
+    WorkerState::Active
+}
+
+struct Registry {
+    config: DiscoveryConfig,
+    shared: Arc<Shared>,
+    tools: Tools,
+    sets: BTreeMap<SourceKind, Vec<Arc<Registration>>>,
+    /// etcd's set goes through the departure rule; the other sources mean what they say.
+    departures: Departures,
+    probes: BTreeMap<String, AbortHandle>,
+    entries: BTreeMap<String, Entry>,
+    visits: u64,
+    published: Option<Vec<DiscoveredWorker>>,
+}
+
+/// Runs until `stopped` resolves.
+pub(super) async fn run(
+    config: DiscoveryConfig,
+    shared: Arc<Shared>,
+    on_update: impl Fn(Vec<DiscoveredWorker>),
+    mut stopped: oneshot::Receiver<()>,
+) {
+    let client = match ask::client(config.timing.ask_timeout) {
+        Ok(client) => client,
+        Err(error) => {
+            tracing::error!("no HTTP client for asking workers: {error}");
+            return;
+        }
+    };
+    let (queue, mut messages) = mpsc::channel(limits::DISCOVERY_QUEUE_MESSAGES);
+    let questions = Arc::new(Semaphore::new(limits::ENGINE_QUESTIONS_MAX));
+    let tools = Tools { client, questions, timing: config.timing.clone(), queue: queue.clone() };
+    start_sources(&config, &shared, &queue);
+    let mut registry = Registry::new(config, shared, tools);
+    registry.take_command_line();
+    registry.publish(&on_update);
+    loop {
+        let deadline = registry.departures.next_deadline();
+        let expiry = async {
+            match deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            _ = &mut stopped => return,
+            message = messages.recv() => {
+                let Some(message) = message else { return };
+                registry.take(message);
+                // Reports come in bursts; what is waiting already belongs to the same publication.
+                for _ in 0..limits::DISCOVERY_QUEUE_MESSAGES {
+                    let Ok(message) = messages.try_recv() else { break };
+                    registry.take(message);
+                }
+            }
+            () = expiry => registry.expire(),
+        }
+        registry.publish(&on_update);
+    }
+}
+
+fn start_sources(config: &DiscoveryConfig, shared: &Arc<Shared>, queue: &mpsc::Sender<Message>) {
+    if let Some(path) = &config.workers_file {
+        tokio::spawn(file::run(path.clone(), config.timing.file_poll, queue.clone(), shared.clone()));
+    }
+    if let Some(etcd) = &config.etcd {
+        let source = EtcdSource::new(etcd.clone(), config.timing.clone(), queue.clone(), shared.clone());
+        tokio::spawn(source.run());
+    }
+}
+
+impl Registry {
+    fn new(config: DiscoveryConfig, shared: Arc<Shared>, tools: Tools) -> Self {
+        Registry {
+            config,
+            shared,
+            tools,
+            sets: BTreeMap::new(),
+            departures: Departures::default(),
+            probes: BTreeMap::new(),
+            entries: BTreeMap::new(),
+            visits: 0,
+            published: None,
+        }
+    }
+
+    fn take_command_line(&mut self) {
+        let registration = |record: &WorkerRecord| {
+            Arc::new(Registration { source: SourceKind::CommandLine, record: record.clone(), freshness: 0 })
+        };
+        let registrations: Vec<_> = self.config.workers.iter().map(registration).collect();
+        if !registrations.is_empty() {
+            self.sets.insert(SourceKind::CommandLine, registrations);
+            self.reconcile();
+        }
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Source(SourceKind::Etcd, set) => {
+                let grace = self.config.timing.departure_grace;
+                self.departures.apply(set.registrations, set.departures_suspect, grace, Instant::now());
+                self.take_departures();
+            }
+            Message::Source(kind, set) => {
+                self.sets.insert(kind, set.registrations);
+                self.reconcile();
+            }
+            Message::Probe(id, alive) => {
+                if self.departures.probed(&id, alive) {
+                    tracing::info!(worker = id, "vanished worker does not answer any more; removed");
+                    self.take_departures();
+                }
+            }
+            Message::Address(visit, result) => {
+                let Some(entry) = self.entry(&visit) else { return };
+                match (&entry.address, result) {
+                    // A resolver's bad moment does not move a worker.
+                    (Ok(_), Err(problem)) => tracing::debug!(worker = %visit.worker_id, "not resolved: {problem}"),
+                    (_, result) => entry.address = result,
+                }
+            }
+            Message::Answer(visit, answer) => {
+                let Some(entry) = self.entry(&visit) else { return };
+                match answer {
+                    Ok(facts) => {
+                        if entry.facts != facts {
+                            tracing::info!(worker = %visit.worker_id, ?facts, "worker answered");
+                        }
+                        (entry.facts, entry.unanswered) = (facts, None);
+                    }
+                    Err((facts, problem)) => {
+                        // What it said before stays in force; a first, partial answer is better than none.
+                        if entry.facts == Facts::default() {
+                            entry.facts = facts;
+                        }
+                        if entry.unanswered.as_ref() != Some(&problem) {
+                            tracing::info!(worker = %visit.worker_id, "worker does not say what it is yet: {problem}");
+                        }
+                        entry.unanswered = Some(problem);
+                    }
+                }
+            }
+        }
+    }
+
+    fn entry(&mut self, visit: &Visit) -> Option<&mut Entry> {
+        self.entries.get_mut(&*visit.worker_id).filter(|entry| entry.visit == *visit)
+    }
+
+    fn expire(&mut self) {
+        if self.departures.expire(Instant::now()) {
+            tracing::warn!("vanished workers did not register again in time; removed");
+            self.take_departures();
+        }
+    }
+
+    fn take_departures(&mut self) {
+        let held: BTreeMap<String, Arc<Registration>> =
+            self.departures.held().map(|(id, registration)| (id.clone(), registration.clone())).collect();
+        self.probes.retain(|id, probe| {
+            let keep = held.contains_key(id);
+            if !keep {
+                probe.abort();
+            }
+            keep
+        });
+        let new = held.iter().filter(|(id, _)| !self.probes.contains_key(*id)).collect::<Vec<_>>();
+        if !new.is_empty() {
+            tracing::warn!(workers = new.len(), "workers vanished together; kept while they answer");
+        }
+        for (id, registration) in new {
+            let probe = attendant::probe(self.tools.clone(), registration.record.clone());
+            self.probes.insert(id.clone(), tokio::spawn(probe).abort_handle());
+        }
+        self.shared.held(held.len());
+        self.sets.insert(SourceKind::Etcd, self.departures.serving().cloned().collect());
+        self.reconcile();
+    }
+
+    /// Brings the entries in line with the merged sets.
+    fn reconcile(&mut self) {
+        let merged = merge(self.sets.values().flatten());
+        self.entries.retain(|id, _| merged.contains_key(id));
+        for (id, registration) in merged {
+            match self.entries.get_mut(&id) {
+                // A heartbeat: written again, nothing new in it.
+                Some(entry) if entry.registration.record == registration.record => {
+                    entry.registration = registration;
+                }
+                // Another record is another stay with its own questions. At the same URL, what was learnt before
+                // stands in until they are answered: a changed role must not make a worker vanish for a moment.
+                known => {
+                    let same_url = known.filter(|entry| entry.registration.record.url == registration.record.url);
+                    let carried = same_url.map(|entry| (entry.facts.clone(), entry.address.clone()));
+                    let mut entry = self.admit(&id, registration);
+                    if let Some((facts, address)) = carried {
+                        (entry.facts, entry.address) = (facts, address);
+                    }
+                    self.entries.insert(id, entry);
+                }
+            }
+        }
+    }
+
+    fn admit(&mut self, id: &str, registration: Arc<Registration>) -> Entry {
+        self.visits += 1;
+        let visit = Visit { worker_id: Arc::from(id), number: self.visits };
+        let record = registration.record.clone();
+        let open = Open::of(&record, registration.source);
+        let address = match record.endpoint() {
+            Ok(url) => url.literal_address().ok_or_else(|| "not resolved yet".to_owned()),
+            Err(error) => Err(error.to_string()),
+        };
+        let attendant = attendant::attend(self.tools.clone(), visit.clone(), record, open);
+        let attendant = tokio::spawn(attendant).abort_handle();
+        Entry { registration, visit, attendant, facts: Facts::default(), unanswered: None, address }
+    }
+
+    /// Hands the set over if it differs from the last one. Before any source has said anything there is no set.
+    fn publish(&mut self, on_update: &impl Fn(Vec<DiscoveredWorker>)) {
+        if self.sets.is_empty() {
+            return;
+        }
+        let workers: Vec<_> = self.entries.values().map(Entry::discovered).collect();
+        let pending = workers.iter().filter(|worker| matches!(worker.state, WorkerState::Pending(_))).count();
+        self.shared.published(workers.len(), pending);
+        if self.published.as_ref() != Some(&workers) {
+            self.published = Some(workers.clone());
+            on_update(workers);
+        }
+    }
+}

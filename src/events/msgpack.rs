@@ -1,0 +1,187 @@
+//! A zero-copy msgpack cursor over one payload. Trusts no length: a prefix larger than what is left is an error, and
+//! nothing is ever allocated by a number that the wire claims.
+
+use rmp::Marker;
+
+use super::BatchError;
+
+/// The head of one value. Strings, bytes and extensions come whole; an array's or map's elements follow.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Head<'a> {
+    Nil,
+    Bool(bool),
+    Unsigned(u64),
+    /// Always below 0.
+    Negative(i64),
+    Float,
+    Str(&'a [u8]),
+    Bin(&'a [u8]),
+    Ext,
+    /// Number of elements that follow.
+    Array(usize),
+    /// Number of key-value pairs that follow.
+    Map(usize),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Cursor<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Cursor<'a> {
+    pub fn new(payload: &'a [u8]) -> Self {
+        Self { rest: payload }
+    }
+
+    /// Bytes not read yet; also an upper bound for the number of values that can still follow.
+    pub fn remaining(&self) -> &'a [u8] {
+        self.rest
+    }
+
+    fn take(&mut self, length: usize) -> Result<&'a [u8], BatchError> {
+        let (taken, rest) = self.rest.split_at_checked(length).ok_or(BatchError::Truncated)?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    fn number<const N: usize>(&mut self) -> Result<[u8; N], BatchError> {
+        let (taken, rest) = self.rest.split_first_chunk::<N>().ok_or(BatchError::Truncated)?;
+        self.rest = rest;
+        Ok(*taken)
+    }
+
+    fn length8(&mut self) -> Result<usize, BatchError> {
+        Ok(usize::from(u8::from_be_bytes(self.number()?)))
+    }
+
+    fn length16(&mut self) -> Result<usize, BatchError> {
+        Ok(usize::from(u16::from_be_bytes(self.number()?)))
+    }
+
+    fn length32(&mut self) -> Result<usize, BatchError> {
+        Ok(u32::from_be_bytes(self.number()?) as usize)
+    }
+
+    /// Reads the next head (and, for strings and bytes, the value).
+    #[inline]
+    pub fn head(&mut self) -> Result<Head<'a>, BatchError> {
+        let (&first, rest) = self.rest.split_first().ok_or(BatchError::Truncated)?;
+        self.rest = rest;
+        Ok(match Marker::from_u8(first) {
+            Marker::FixPos(value) => Head::Unsigned(u64::from(value)),
+            Marker::U8 => Head::Unsigned(u64::from(u8::from_be_bytes(self.number()?))),
+            Marker::U16 => Head::Unsigned(u64::from(u16::from_be_bytes(self.number()?))),
+            Marker::U32 => Head::Unsigned(u64::from(u32::from_be_bytes(self.number()?))),
+            Marker::U64 => Head::Unsigned(u64::from_be_bytes(self.number()?)),
+            Marker::FixNeg(value) => signed(i64::from(value)),
+            Marker::I8 => signed(i64::from(i8::from_be_bytes(self.number()?))),
+            Marker::I16 => signed(i64::from(i16::from_be_bytes(self.number()?))),
+            Marker::I32 => signed(i64::from(i32::from_be_bytes(self.number()?))),
+            Marker::I64 => signed(i64::from_be_bytes(self.number()?)),
+            Marker::Null => Head::Nil,
+            Marker::False => Head::Bool(false),
+            Marker::True => Head::Bool(true),
+            Marker::FixStr(length) => Head::Str(self.take(usize::from(length))?),
+            Marker::FixArray(length) => Head::Array(usize::from(length)),
+            Marker::FixMap(length) => Head::Map(usize::from(length)),
+            marker => return self.long_head(marker),
+        })
+    }
+
+    fn long_head(&mut self, marker: Marker) -> Result<Head<'a>, BatchError> {
+        let length = match marker {
+            Marker::Str8 | Marker::Bin8 | Marker::Ext8 => self.length8()?,
+            Marker::Str16 | Marker::Bin16 | Marker::Ext16 | Marker::Array16 | Marker::Map16 => self.length16()?,
+            Marker::Str32 | Marker::Bin32 | Marker::Ext32 | Marker::Array32 | Marker::Map32 => self.length32()?,
+            Marker::FixExt1 => 1,
+            Marker::FixExt2 => 2,
+            Marker::FixExt4 | Marker::F32 => 4,
+            Marker::FixExt8 | Marker::F64 => 8,
+            Marker::FixExt16 => 16,
+            _ => return Err(BatchError::NotMsgpack),
+        };
+        Ok(match marker {
+            Marker::Array16 | Marker::Array32 => Head::Array(length),
+            Marker::Map16 | Marker::Map32 => Head::Map(length),
+            Marker::Str8 | Marker::Str16 | Marker::Str32 => Head::Str(self.take(length)?),
+            Marker::Bin8 | Marker::Bin16 | Marker::Bin32 => Head::Bin(self.take(length)?),
+            Marker::F32 | Marker::F64 => {
+                self.take(length)?;
+                Head::Float
+            }
+            _ => {
+                // One byte of type in front of an extension's data.
+                self.take(1)?;
+                self.take(length)?;
+                Head::Ext
+            }
+        })
+    }
+
+    /// Skips one whole value, however deep, without recursion.
+    pub fn skip(&mut self) -> Result<(), BatchError> {
+        let mut pending: u64 = 1;
+        while pending > 0 {
+            pending -= 1;
+            match self.head()? {
+                Head::Array(length) => pending += length as u64,
+                Head::Map(length) => pending += 2 * length as u64,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Skips one value and returns its bytes.
+    pub fn raw(&mut self) -> Result<&'a [u8], BatchError> {
+        let start = self.rest;
+        self.skip()?;
+        Ok(&start[..start.len() - self.rest.len()])
+    }
+}
+
+/// Non-negative values are one variant, whatever width or signedness the wire used.
+fn signed(value: i64) -> Head<'static> {
+    u64::try_from(value).map_or(Head::Negative(value), Head::Unsigned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_of_every_width() {
+        let check = |bytes: &[u8], expected: Head<'_>| {
+            let mut cursor = Cursor::new(bytes);
+            assert_eq!(cursor.head(), Ok(expected), "{bytes:02x?}");
+            for cut in 0..bytes.len() {
+                assert_eq!(Cursor::new(&bytes[..cut]).head(), Err(BatchError::Truncated), "{bytes:02x?} cut at {cut}");
+            }
+        };
+        check(&[0x07], Head::Unsigned(7));
+        check(&[0xd0, 0x07], Head::Unsigned(7));
+        check(&[0xff], Head::Negative(-1));
+        check(&[0xd1, 0xff, 0xfe], Head::Negative(-2));
+        check(&[0xcf, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff], Head::Unsigned(u64::MAX));
+        check(&[0xd3, 0x80, 0, 0, 0, 0, 0, 0, 0], Head::Negative(i64::MIN));
+        check(&[0xd9, 2, b'a', b'b'], Head::Str(b"ab"));
+        check(&[0xc4, 1, 9], Head::Bin(&[9]));
+        check(&[0xd4, 5, 9], Head::Ext);
+        check(&[0xc7, 2, 5, 9, 9], Head::Ext);
+        check(&[0xdd, 0xff, 0xff, 0xff, 0xff], Head::Array(u32::MAX as usize));
+        check(&[0xde, 0, 3], Head::Map(3));
+        check(&[0xca, 0, 0, 0, 0], Head::Float);
+    }
+
+    #[test]
+    fn lying_lengths_end_in_an_error() {
+        for bytes in
+            [&[0xdd, 0xff, 0xff, 0xff, 0xff][..], &[0xdf, 0xff, 0xff, 0xff, 0xff, 0xc0], &[0xdb, 0x7f, 0, 0, 0, b'x']]
+        {
+            assert_eq!(Cursor::new(bytes).skip(), Err(BatchError::Truncated), "{bytes:02x?}");
+        }
+        let deep = vec![0x91; 1 << 20];
+        assert_eq!(Cursor::new(&deep).skip(), Err(BatchError::Truncated));
+        assert_eq!(Cursor::new(&[0xc1]).skip(), Err(BatchError::NotMsgpack));
+    }
+}

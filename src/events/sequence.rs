@@ -1,0 +1,319 @@
+//! The sequence rules of one publisher (one worker registration, one rank) as a pure state machine: batches are applied
+//! once and in order, a gap is replayed or the rank is reset, a sequence that goes back is a restarted publisher.
+//! Never owns a socket or a clock: `now_ns` is an argument (nanoseconds, monotonic), decisions are return values.
+
+use std::collections::VecDeque;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::limits::{REPLAY_HELD_BATCHES_MAX, REPLAY_HELD_BYTES_MAX};
+
+/// Recent sequence numbers remembered to tell a duplicate or late batch from a restarted publisher.
+const RECENT: usize = 64;
+
+/// How long a replay may take without progress. Engines look at their replay socket only every 100 ms.
+const REPLAY_PATIENCE_NS: u64 = 2_000_000_000;
+
+/// What to do with a live batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    Apply,
+    /// Forget the rank's whole view first. `lost` batches never arrived; 0 for a restarted publisher.
+    ResetAndApply {
+        lost: u64,
+    },
+    /// Seen before, or overtaken by a reset; drop it.
+    Drop,
+    /// Kept here; ask the replay socket for `start..end`, then feed its answers to [`Sequence::on_replay`].
+    AskReplay {
+        start: u64,
+        end: u64,
+    },
+    /// Kept here until the replay that runs is over.
+    Held,
+}
+
+/// What to do with one answer of the replay socket, or with its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReplayStep {
+    Apply,
+    /// The engine no longer had the batches before this one; `lost` of them are gone.
+    ResetAndApply {
+        lost: u64,
+    },
+    Ignore,
+}
+
+/// A batch that was held back while a replay ran.
+#[derive(Debug, PartialEq, Eq)]
+pub struct HeldBatch {
+    pub sequence: u64,
+    pub payload: Vec<u8>,
+}
+
+/// How a replay ended: the held batches are to be applied in order, after a reset if `lost` is not 0.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Recovered {
+    pub lost: u64,
+    pub held: Vec<HeldBatch>,
+}
+
+#[derive(Debug)]
+struct Recovery {
+    /// Next sequence number wanted from the replay; `end` is the first that is held.
+    next: u64,
+    end: u64,
+    held: VecDeque<HeldBatch>,
+    held_bytes: usize,
+    deadline_ns: u64,
+}
+
+#[derive(Debug)]
+pub struct Sequence {
+    can_replay: bool,
+    next: Option<u64>,
+    /// Newest last: sequence number, and the digest of its payload unless it was lost.
+    recent: VecDeque<(u64, Option<u64>)>,
+    recovery: Option<Recovery>,
+}
+
+impl Sequence {
+    /// `can_replay`: whether a replay socket of this publisher is known.
+    pub fn new(can_replay: bool) -> Self {
+        Self { can_replay, next: None, recent: VecDeque::with_capacity(RECENT), recovery: None }
+    }
+
+    /// Last sequence number that was accepted.
+    pub fn last(&self) -> Option<u64> {
+        self.next.map(|next| next.wrapping_sub(1))
+    }
+
+    pub fn is_recovering(&self) -> bool {
+        self.recovery.is_some()
+    }
+
+    /// When [`Sequence::on_deadline`] wants to be called.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.recovery.as_ref().map(|recovery| recovery.deadline_ns)
+    }
+
+    /// A live batch has arrived. Batches without a sequence number are applied as they come.
+    pub fn on_live(&mut self, sequence: Option<u64>, payload: &[u8], now_ns: u64) -> Step {
+        // The all-ones number ends replays and cannot be a batch's own.
+        let Some(sequence) = sequence.filter(|sequence| *sequence != u64::MAX) else { return Step::Apply };
+        let digest = xxh3_64(payload);
+        let Some(next) = self.next else {
+            // Joined mid-stream: what came before is not known, but nothing known is wrong either.
+            self.accept(sequence, digest);
+            if sequence > 0 && self.can_replay {
+                return self.start_recovery(0, sequence, payload, now_ns);
+            }
+            return Step::Apply;
+        };
+        if sequence < next {
+            return self.on_older(sequence, digest);
+        }
+        let lost = sequence - next;
+        if lost > 0 {
+            self.remember_lost(next, sequence);
+        }
+        self.accept(sequence, digest);
+        match (lost, self.recovery.is_some()) {
+            (0, false) => Step::Apply,
+            (0, true) => self.hold(sequence, payload),
+            (_, true) => {
+                // A second gap while the first is being filled: what is held can no longer be joined to what follows.
+                let abandoned = self.recovery.take().map_or(0, |recovery| recovery.end - recovery.next);
+                Step::ResetAndApply { lost: lost + abandoned }
+            }
+            (_, false) if self.can_replay => self.start_recovery(next, sequence, payload, now_ns),
+            (_, false) => Step::ResetAndApply { lost },
+        }
+    }
+
+    /// A batch that should have come earlier. Over one connection messages keep their order, so an old number
+    /// is a repeat (same bytes), a straggler that was already given up, or the first words of a new publisher.
+    fn on_older(&mut self, sequence: u64, digest: u64) -> Step {
+        match self.recent.iter().rev().find(|(known, _)| *known == sequence) {
+            Some((_, None)) => Step::Drop,
+            Some((_, Some(known))) if *known == digest => Step::Drop,
+            _ => {
+                self.recent.clear();
+                self.recovery = None;
+                self.accept(sequence, digest);
+                Step::ResetAndApply { lost: 0 }
+            }
+        }
+    }
+
+    fn start_recovery(&mut self, start: u64, end: u64, payload: &[u8], now_ns: u64) -> Step {
+        self.recovery = Some(Recovery {
+            next: start,
+            end,
+            held: VecDeque::new(),
+            held_bytes: 0,
+            deadline_ns: now_ns + REPLAY_PATIENCE_NS,
+        });
+        match self.hold(end, payload) {
+            Step::Held => Step::AskReplay { start, end },
+            step => step,
+        }
+    }
+
+    fn hold(&mut self, sequence: u64, payload: &[u8]) -> Step {
+        let Some(recovery) = self.recovery.as_mut() else { return Step::Apply };
+        recovery.held_bytes += payload.len();
+        if recovery.held.len() >= REPLAY_HELD_BATCHES_MAX || recovery.held_bytes > REPLAY_HELD_BYTES_MAX {
+            let lost = recovery.end - recovery.next + recovery.held.len() as u64;
+            self.recovery = None;
+            return Step::ResetAndApply { lost };
+        }
+        recovery.held.push_back(HeldBatch { sequence, payload: payload.to_vec() });
+        Step::Held
+    }
+
+    /// A replayed batch has arrived. When it says apply, apply it and then ask [`Sequence::finished`].
+    pub fn on_replay(&mut self, sequence: u64, now_ns: u64) -> ReplayStep {
+        let Some(recovery) = self.recovery.as_mut() else { return ReplayStep::Ignore };
+        if sequence < recovery.next || sequence >= recovery.end {
+            return ReplayStep::Ignore;
+        }
+        let lost = sequence - recovery.next;
+        recovery.next = sequence + 1;
+        recovery.deadline_ns = now_ns + REPLAY_PATIENCE_NS;
+        if lost == 0 { ReplayStep::Apply } else { ReplayStep::ResetAndApply { lost } }
+    }
+
+    /// Ends the recovery once every missing batch has come.
+    pub fn finished(&mut self) -> Option<Recovered> {
+        let recovery = self.recovery.take_if(|recovery| recovery.next == recovery.end)?;
+        Some(Recovered { lost: 0, held: recovery.held.into() })
+    }
+
+    /// The engine has said that its replay is over, whether or not everything came.
+    pub fn on_replay_end(&mut self) -> Option<Recovered> {
+        let recovery = self.recovery.take()?;
+        Some(Recovered { lost: recovery.end - recovery.next, held: recovery.held.into() })
+    }
+
+    /// Gives a replay up that made no progress until its deadline.
+    pub fn on_deadline(&mut self, now_ns: u64) -> Option<Recovered> {
+        if self.deadline_ns()? > now_ns {
+            return None;
+        }
+        self.on_replay_end()
+    }
+
+    fn accept(&mut self, sequence: u64, digest: u64) {
+        self.next = Some(sequence + 1);
+        self.remember(sequence, Some(digest));
+    }
+
+    fn remember_lost(&mut self, start: u64, end: u64) {
+        for sequence in start.max(end.saturating_sub(RECENT as u64))..end {
+            self.remember(sequence, None);
+        }
+    }
+
+    fn remember(&mut self, sequence: u64, digest: Option<u64>) {
+        if self.recent.len() == RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back((sequence, digest));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn live(state: &mut Sequence, sequence: u64, life: &str) -> Step {
+        state.on_live(Some(sequence), format!("{life}{sequence}").as_bytes(), 0)
+    }
+
+    fn check(can_replay: bool, steps: &[(u64, &str, Step)]) {
+        let mut state = Sequence::new(can_replay);
+        for (sequence, life, expected) in steps {
+            assert_eq!(live(&mut state, *sequence, life), *expected, "sequence {sequence} of life {life} in {steps:?}");
+        }
+    }
+
+    #[test]
+    fn without_replay_a_gap_resets() {
+        use Step::{Apply, Drop, ResetAndApply};
+        check(
+            false,
+            &[(0, "a", Apply), (1, "a", Apply), (2, "a", Apply), (5, "a", ResetAndApply { lost: 2 }), (6, "a", Apply)],
+        );
+        check(false, &[(40, "a", Apply), (41, "a", Apply)]);
+        // Restart with other contents, even where the numbers overlap.
+        check(false, &[(7, "a", Apply), (8, "a", Apply), (0, "b", ResetAndApply { lost: 0 }), (1, "b", Apply)]);
+        check(false, &[(0, "a", Apply), (0, "b", ResetAndApply { lost: 0 }), (1, "b", Apply)]);
+        // A repeat and a straggler change nothing.
+        check(false, &[(5, "a", Apply), (6, "a", Apply), (6, "a", Drop), (5, "a", Drop), (7, "a", Apply)]);
+        check(false, &[(4, "a", Apply), (6, "a", ResetAndApply { lost: 1 }), (5, "a", Drop), (7, "a", Apply)]);
+    }
+
+    #[test]
+    fn batches_without_numbers_are_applied_as_they_come() {
+        let mut state = Sequence::new(true);
+        assert_eq!(state.on_live(None, b"x", 0), Step::Apply);
+        assert_eq!(state.on_live(None, b"x", 0), Step::Apply);
+        assert_eq!(state.last(), None);
+    }
+
+    /// Lost 3 and 4; while the replay runs 6 arrives live. The replay repeats 5, which is held already: each is applied once.
+    #[test]
+    fn a_replay_fills_exactly_the_gap() {
+        let mut state = Sequence::new(true);
+        for sequence in 0..3 {
+            assert_eq!(live(&mut state, sequence, "a"), Step::Apply);
+        }
+        assert_eq!(live(&mut state, 5, "a"), Step::AskReplay { start: 3, end: 5 });
+        assert_eq!(live(&mut state, 6, "a"), Step::Held);
+        assert_eq!(state.on_replay(3, 0), ReplayStep::Apply);
+        assert_eq!(state.finished(), None);
+        assert_eq!(state.on_replay(3, 0), ReplayStep::Ignore);
+        assert_eq!(state.on_replay(4, 0), ReplayStep::Apply);
+        let recovered = state.finished().expect("all there");
+        assert_eq!(recovered.lost, 0);
+        assert_eq!(recovered.held.iter().map(|held| held.sequence).collect::<Vec<_>>(), [5, 6]);
+        assert_eq!(state.on_replay(5, 0), ReplayStep::Ignore);
+        assert_eq!(state.on_replay_end(), None);
+        assert_eq!(live(&mut state, 7, "a"), Step::Apply);
+    }
+
+    #[test]
+    fn a_replay_that_starts_too_late_resets_and_one_that_never_comes_is_given_up() {
+        let mut state = Sequence::new(true);
+        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        assert_eq!(live(&mut state, 9, "a"), Step::AskReplay { start: 1, end: 9 });
+        assert_eq!(state.on_replay(7, 0), ReplayStep::ResetAndApply { lost: 6 });
+        assert_eq!(state.on_replay_end().map(|recovered| recovered.lost), Some(1));
+
+        let mut state = Sequence::new(true);
+        assert_eq!(live(&mut state, 3, "a"), Step::AskReplay { start: 0, end: 3 });
+        assert_eq!(state.on_deadline(REPLAY_PATIENCE_NS - 1), None);
+        let given_up = state.on_deadline(REPLAY_PATIENCE_NS).expect("given up");
+        assert_eq!((given_up.lost, given_up.held.len()), (3, 1));
+        assert_eq!(live(&mut state, 4, "a"), Step::Apply);
+    }
+
+    #[test]
+    fn the_hold_buffer_is_bounded_and_a_second_gap_ends_the_recovery() {
+        let mut state = Sequence::new(true);
+        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        assert_eq!(live(&mut state, 2, "a"), Step::AskReplay { start: 1, end: 2 });
+        let mut sequence = 3;
+        let step = loop {
+            match live(&mut state, sequence, "a") {
+                Step::Held => sequence += 1,
+                step => break step,
+            }
+        };
+        assert_eq!(sequence as usize, REPLAY_HELD_BATCHES_MAX + 2);
+        assert!(matches!(step, Step::ResetAndApply { .. }) && !state.is_recovering());
+        assert_eq!(live(&mut state, sequence + 2, "a"), Step::AskReplay { start: sequence + 1, end: sequence + 2 });
+        assert_eq!(live(&mut state, sequence + 9, "a"), Step::ResetAndApply { lost: 7 });
+    }
+}

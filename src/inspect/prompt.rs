@@ -1,0 +1,91 @@
+//! `inspect prompt`: bodies as JSON lines in, what the router makes of each as JSON lines out.
+//!
+//! Runs the very code of the request path on every body; never talks to a worker.
+
+use std::io::{BufRead, Write};
+use std::path::PathBuf;
+
+use anyhow::Context;
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use crate::prompt::{Endpoint, EngineRules, Prompt, Prompter, PrompterOptions};
+
+/// Arguments of `infera-router inspect prompt`.
+#[derive(Debug, clap::Args)]
+pub struct PromptArgs {
+    /// Directory with tokenizer.json and its companions, or the file itself.
+    #[arg(long, alias = "kv-tokenizer-path", env = "INFERA_ROUTER_TOKENIZER_PATH")]
+    pub router_tokenizer_path: PathBuf,
+    /// Engine whose message rules apply: vllm or sglang.
+    #[arg(long, default_value = "vllm", value_parser = ["vllm", "sglang", "atom"])]
+    pub engine: String,
+    /// Tokens per block.
+    #[arg(long, default_value_t = 16)]
+    pub block_size: usize,
+    /// Let a body bring its own `chat_template`.
+    #[arg(long)]
+    pub allow_request_chat_template: bool,
+}
+
+/// Either a bare body or one with an id beside it.
+#[derive(serde::Deserialize)]
+struct Line<'a> {
+    id: Option<serde_json::Value>,
+    #[serde(borrow)]
+    body: Option<&'a RawValue>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Answer {
+    Prompt { id: Option<serde_json::Value>, text: Option<String>, ids: Vec<u32>, blocks: Vec<String> },
+    Refused { id: Option<serde_json::Value>, error: String },
+}
+
+/// Reads stdin to its end; one line out for each line in, blank lines skipped.
+pub fn run(args: PromptArgs) -> anyhow::Result<()> {
+    let options =
+        PrompterOptions { allow_request_chat_template: args.allow_request_chat_template, ..PrompterOptions::default() };
+    let prompter = Prompter::load(&args.router_tokenizer_path, options)?;
+    let engine = EngineRules::of_engine(&args.engine);
+    let mut output = std::io::BufWriter::new(std::io::stdout().lock());
+    for line in std::io::stdin().lock().lines() {
+        let line = line.context("reading stdin")?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        let answer = inspect(&prompter, engine, args.block_size, &line);
+        serde_json::to_writer(&mut output, &answer)?;
+        output.write_all(b"\n")?;
+        output.flush()?;
+    }
+    Ok(())
+}
+
+fn inspect(prompter: &Prompter, engine: EngineRules, block_size: usize, line: &str) -> Answer {
+    let (id, body) = match serde_json::from_str::<Line>(line) {
+        Ok(Line { id, body: Some(body) }) => (id, body.get()),
+        _ => (None, line),
+    };
+    match prompter.tokens(endpoint_of(body), engine, body.as_bytes()) {
+        Ok(prompt) => {
+            let blocks = prompt.blocks(block_size).hashes.iter().map(|hash| format!("{:016x}", hash.0)).collect();
+            let Prompt { text, ids } = prompt;
+            Answer::Prompt { id, text, ids, blocks }
+        }
+        Err(refusal) => Answer::Refused { id, error: refusal.to_string() },
+    }
+}
+
+/// A body with `messages` is a chat request, any other one a completion.
+fn endpoint_of(body: &str) -> Endpoint {
+    #[derive(serde::Deserialize)]
+    struct Shape {
+        messages: Option<serde::de::IgnoredAny>,
+    }
+    match serde_json::from_str::<Shape>(body) {
+        Ok(Shape { messages: Some(_) }) => Endpoint::Chat,
+        _ => Endpoint::Completions,
+    }
+}
