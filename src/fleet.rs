@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::load::{TargetId, TargetLoad};
 use crate::worker::{Generation, Name, Role, WorkerRecord};
 
 /// Small dense number of a target in the index; given out by the ingest core, reused only after every
@@ -47,6 +47,50 @@ pub struct Worker {
     pub state: WorkerState,
 }
 
+/// Identity of a target over the life of the process; never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TargetId(pub u64);
+
+/// Load of one target, changed by `crate::load` only. On its own pair of cache lines, so that neighbours do
+/// not fight.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct TargetLoad {
+    /// Distinct blocks of in-flight prompts; written by the ingest core only.
+    pub(crate) distinct_blocks: AtomicU64,
+    /// Blocks booked by shards and not yet read by the ingest core.
+    pub(crate) pending_blocks: AtomicU64,
+    /// In-flight requests without blocks; each weighs as one block.
+    pub(crate) blockless_requests: AtomicU64,
+    /// All in-flight requests.
+    pub(crate) requests: AtomicU64,
+    /// When the target was last picked, nanoseconds on the caller's monotonic clock.
+    pub(crate) picked_at_ns: AtomicU64,
+}
+
+impl TargetLoad {
+    /// Blocks in flight, the load term of the cost: distinct ones, plus one per request that has none.
+    pub fn active_blocks(&self) -> u64 {
+        // The ledger reads a release a moment after it happened. A client that goes on at once must not find its own
+        // last request still charged: it would be sent away from its prefix.
+        if self.requests() == 0 {
+            return 0;
+        }
+        self.distinct_blocks.load(Ordering::Relaxed)
+            + self.pending_blocks.load(Ordering::Relaxed)
+            + self.blockless_requests.load(Ordering::Relaxed)
+    }
+
+    /// Requests in flight.
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
+    }
+
+    pub fn picked_at_ns(&self) -> u64 {
+        self.picked_at_ns.load(Ordering::Relaxed)
+    }
+}
+
 /// One routing target: a worker, or one data-parallel rank of a rank-multiplexed worker.
 #[derive(Debug)]
 pub struct Target {
@@ -85,8 +129,83 @@ impl ModelPool {
 pub struct Fleet {
     /// Every known worker, sorted by id.
     pub workers: Vec<Arc<Worker>>,
-    /// Targets of the routable workers, sorted by worker id, then rank.
+    /// Targets of the routable workers, sorted by worker id, then rank. Each has an address.
     pub targets: Vec<Target>,
     /// Pools by model name. A model is listed exactly while it has at least one routable target.
     pub models: BTreeMap<Name, ModelPool>,
+}
+
+impl Fleet {
+    /// Workers that requests may go to.
+    pub fn active_workers(&self) -> usize {
+        self.workers.iter().filter(|worker| worker.state == WorkerState::Active).count()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod fixtures {
+    //! Small fleets for the tests of the layers above.
+
+    use super::*;
+
+    /// One worker of a test fleet.
+    pub(crate) struct Member {
+        id: &'static str,
+        model: &'static str,
+        role: Role,
+        ranks: u32,
+    }
+
+    pub(crate) fn member(id: &'static str, model: &'static str, role: Role) -> Member {
+        Member { id, model, role, ranks: 1 }
+    }
+
+    impl Member {
+        pub(crate) fn ranks(mut self, ranks: u32) -> Self {
+            self.ranks = ranks;
+            self
+        }
+    }
+
+    /// Targets in the order of `members`, slots and ids counted from 0.
+    pub(crate) fn fleet(members: &[Member]) -> Fleet {
+        let mut fleet = Fleet::default();
+        for (number, member) in members.iter().enumerate() {
+            let record = WorkerRecord {
+                model_name: member.model.to_owned(),
+                disagg_mode: member.role,
+                kv_block_size: Some(16),
+                ..WorkerRecord::new(member.id, format!("http://{}", member.id))
+            };
+            let worker = Arc::new(Worker {
+                id: member.id.into(),
+                generation: Generation(number as u64),
+                record,
+                address: None,
+                authority: member.id.to_owned(),
+                base_path: String::new(),
+                state: WorkerState::Active,
+            });
+            fleet.workers.push(worker.clone());
+            for rank in 0..member.ranks {
+                let index = fleet.targets.len() as u32;
+                fleet.targets.push(Target {
+                    id: TargetId(u64::from(index)),
+                    slot: Slot(index),
+                    worker: worker.clone(),
+                    rank: (member.ranks > 1).then_some(rank),
+                    route_key: member.id.into(),
+                    load: Arc::default(),
+                    block_size: Some(16),
+                });
+                let pool = fleet.models.entry(member.model.into()).or_default();
+                match member.role {
+                    Role::Mixed => pool.mixed.push(index),
+                    Role::Prefill => pool.prefill.push(index),
+                    Role::Decode => pool.decode.push(index),
+                }
+            }
+        }
+        fleet
+    }
 }

@@ -26,4 +26,5 @@ pub mod config;
 pub mod discovery;
 pub mod ingest;
 pub mod inspect;
+pub mod logging;
 pub mod metrics;

@@ -38,7 +38,10 @@ pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
 pub const ENGINE_ANSWER_BYTES_MAX: usize = 8 << 20;
 
 /// Questions that discovery has open at engines at a time.
-pub const ENGINE_QUESTIONS_MAX: usize = 64;
+pub const ENGINE_QUESTIONS_MAX: usize = 256;
+
+/// Threads that wait for the resolver or the workers file.
+pub const DISCOVERY_BLOCKING_THREADS: usize = 32;
 
 /// Messages between discovery's tasks; a full queue slows the sender.
 pub const DISCOVERY_QUEUE_MESSAGES: usize = 256;
@@ -66,3 +69,14 @@ pub const RUN_BLOCKS_MAX: usize = 512;
 
 /// Slots (worker and rank) in the index at one time.
 pub const SLOTS_MAX: usize = 60_000;
+
+/// Longest wait for a prompt on the encoder pool; after it the request is routed by load.
+pub const PROMPT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// Questions waiting for the control thread.
+pub const CONTROL_QUEUE: usize = 64;
+/// Messages read from one publisher before the others, the ledger and a publication have their turn.
+pub const EVENT_MESSAGES_PER_TURN: usize = 64;
+
+/// Frames kept of one multipart message; the rest is read and dropped.
+pub const EVENT_FRAMES_MAX: usize = 8;

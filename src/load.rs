@@ -7,47 +7,10 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+pub use crate::fleet::{TargetId, TargetLoad};
 use crate::hash::BlockHash;
-
-/// Identity of a target over the life of the process; never reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct TargetId(pub u64);
-
-/// Load of one target. On its own pair of cache lines, so that neighbours do not fight.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-pub struct TargetLoad {
-    /// Distinct blocks of in-flight prompts; written by the ingest core only.
-    distinct_blocks: AtomicU64,
-    /// Blocks booked by shards and not yet read by the ingest core.
-    pending_blocks: AtomicU64,
-    /// In-flight requests without blocks; each weighs as one block.
-    blockless_requests: AtomicU64,
-    /// All in-flight requests.
-    requests: AtomicU64,
-    /// When the target was last picked, nanoseconds on the caller's monotonic clock.
-    picked_at_ns: AtomicU64,
-}
-
-impl TargetLoad {
-    /// Blocks in flight, the load term of the cost: distinct ones, plus one per request that has none.
-    pub fn active_blocks(&self) -> u64 {
-        self.distinct_blocks.load(Ordering::Relaxed)
-            + self.pending_blocks.load(Ordering::Relaxed)
-            + self.blockless_requests.load(Ordering::Relaxed)
-    }
-
-    /// Requests in flight.
-    pub fn requests(&self) -> u64 {
-        self.requests.load(Ordering::Relaxed)
-    }
-
-    pub fn picked_at_ns(&self) -> u64 {
-        self.picked_at_ns.load(Ordering::Relaxed)
-    }
-}
 
 /// What shards tell the ingest core.
 #[derive(Debug)]
@@ -158,5 +121,85 @@ impl Ledger {
         if entry.requests == 0 {
             self.targets.remove(&target);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    /// Keeps messages until the test lets the ledger read them.
+    #[derive(Default)]
+    struct Held(Mutex<Vec<LedgerMessage>>);
+
+    impl LedgerSink for Held {
+        fn send(&self, message: LedgerMessage) {
+            self.0.lock().expect("no panic while held").push(message);
+        }
+    }
+
+    struct Bench {
+        held: Arc<Held>,
+        sink: Arc<dyn LedgerSink>,
+        load: Arc<TargetLoad>,
+        ledger: Ledger,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let held = Arc::new(Held::default());
+            Self { held: held.clone(), sink: held, load: Arc::default(), ledger: Ledger::default() }
+        }
+
+        fn book(&self, blocks: &[u64]) -> Booking {
+            let blocks: Vec<BlockHash> = blocks.iter().map(|hash| BlockHash(*hash)).collect();
+            Booking::new(TargetId(1), &self.load, blocks.into(), &self.sink, 7)
+        }
+
+        fn settle(&mut self) {
+            for message in self.held.0.lock().expect("no panic while held").drain(..) {
+                self.ledger.apply(message);
+            }
+        }
+    }
+
+    #[test]
+    fn a_booking_is_visible_before_the_ledger_has_read_it_and_shared_prefixes_count_once() {
+        let mut bench = Bench::new();
+        let first = bench.book(&[1, 2, 3]);
+        assert_eq!((bench.load.active_blocks(), bench.load.requests()), (3, 1));
+        let second = bench.book(&[1, 2, 9]);
+        assert_eq!(bench.load.active_blocks(), 6, "an upper bound until the ledger has counted");
+        bench.settle();
+        assert_eq!(bench.load.active_blocks(), 4);
+        drop(first);
+        bench.settle();
+        assert_eq!((bench.load.active_blocks(), bench.load.requests()), (3, 1));
+        drop(second);
+        bench.settle();
+        assert_eq!((bench.load.active_blocks(), bench.load.requests()), (0, 0));
+        assert_eq!(bench.ledger.targets_held(), 0);
+    }
+
+    #[test]
+    fn a_request_without_blocks_weighs_as_one_and_needs_no_ledger() {
+        let bench = Bench::new();
+        let booking = bench.book(&[]);
+        assert_eq!((bench.load.active_blocks(), bench.load.requests(), bench.load.picked_at_ns()), (1, 1, 7));
+        assert!(bench.held.0.lock().expect("no panic while held").is_empty());
+        drop(booking);
+        assert_eq!((bench.load.active_blocks(), bench.load.requests()), (0, 0));
+    }
+
+    #[test]
+    fn bookings_released_before_the_ledger_reads_anything_leave_nothing() {
+        let mut bench = Bench::new();
+        for round in 0..100 {
+            drop(bench.book(&[round, round + 1]));
+        }
+        bench.settle();
+        assert_eq!((bench.load.active_blocks(), bench.ledger.targets_held()), (0, 0));
     }
 }

@@ -1,2 +1,166 @@
-//! placeholder
-fn main() {}
+//! Wiring: configuration, control threads, shards, wait for a signal, drain, stop.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use infera_router::admin::{Admin, AdminState};
+use infera_router::config::{self, Config, InspectCommand, Invocation, IoDriver};
+use infera_router::discovery::Discovery;
+use infera_router::ingest::{Ingest, IngestConfig};
+use infera_router::metrics::MetricsPage;
+use infera_router::prompt::pool::EncoderPool;
+use infera_router::prompt::{Prompter, PrompterOptions};
+use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared};
+use infera_router::route::Policy;
+use infera_router::{inspect, logging};
+use infera_shards::{DriverChoice, Engine, EngineConfig};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tracing::{info, warn};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    let result = match config::parse(std::env::args_os()) {
+        Ok(Invocation::Serve(config)) => serve(&config),
+        Ok(Invocation::Inspect(InspectCommand::Prompt(arguments))) => inspect::prompt::run(arguments),
+        Ok(Invocation::Inspect(InspectCommand::Events(arguments))) => inspect::events::run(&arguments),
+        Err(refusal) => {
+            refusal.print();
+            return ExitCode::from(refusal.exit_code);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            logging::last_words(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(config: &Config) -> anyhow::Result<()> {
+    let log = logging::start(config.log_format);
+    // Before any thread is started, so that a signal during start is not lost.
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot install signal handlers")?;
+    config.effective().for_each(|line| tracing::debug!("{line}"));
+    config.warnings.iter().for_each(|warning| warn!("{warning}"));
+
+    let prompter = load_prompter(config)?;
+    let ingest = Ingest::start(IngestConfig { subscribe: config.policy == Policy::KvAware, ..Default::default() })?;
+    let fleet_updates = ingest.fleet_updates.clone();
+    let discovery = Discovery::start(config.discovery.clone(), move |workers| fleet_updates.send(workers))?;
+
+    let lifecycle = Arc::new(Lifecycle::default());
+    let metrics = Arc::new(RequestMetrics::new()?);
+    let engine_stats = Arc::new(std::sync::OnceLock::new());
+    let page = MetricsPage::new(
+        metrics.clone(),
+        ingest.view.clone(),
+        ingest.stats.clone(),
+        Box::new(discovery.status_reader()),
+        engine_stats.clone(),
+    );
+    let admin = Admin::start(AdminState { view: ingest.view.clone(), policy: config.policy, page })?;
+    let shared = Arc::new(Shared {
+        settings: Settings {
+            policy: config.policy,
+            overlap_weight: config.kv_overlap_weight,
+            retries_max: config.request_retries_max,
+        },
+        view: ingest.view.clone(),
+        ledger: ingest.ledger.clone(),
+        prompter,
+        encoders: EncoderPool::start(config.encoder_threads.unwrap_or_else(default_encoder_threads))?,
+        metrics,
+        control: admin.control_plane(),
+        lifecycle: lifecycle.clone(),
+        epoch: Instant::now(),
+        started_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+    });
+
+    let for_shards = shared.clone();
+    let engine =
+        Arc::new(Engine::start(engine_config(config), move |context| RouterService::new(for_shards.clone(), context))?);
+    // Set once, here: the page shows the engine from now on.
+    let _ = engine_stats.set(Arc::downgrade(&engine));
+    let driver = engine.driver();
+    info!(
+        address = %engine.local_addr(),
+        shards = config.shards,
+        policy = config.policy.as_str(),
+        driver = driver.name,
+        flags = driver.flags.join("+"),
+        "listening"
+    );
+
+    let signal = signals.forever().next();
+    info!(
+        signal,
+        drain_timeout_s = config.drain_timeout.as_secs_f64(),
+        "draining: no new connections, running requests finish"
+    );
+    lifecycle.drain();
+    engine.drain();
+    let left = wait_for_requests(&engine, config.drain_timeout, &mut signals);
+    if left > 0 {
+        warn!(requests = left, "ending requests that did not finish in time");
+    }
+    drop(engine);
+    discovery.stop();
+    drop(shared);
+    admin.stop();
+    ingest.stop();
+    info!("stopped");
+    drop(log);
+    Ok(())
+}
+
+/// Waits until no connection is open, the time is over, or a second signal asks for haste.
+fn wait_for_requests(engine: &Engine, timeout: Duration, signals: &mut Signals) -> u64 {
+    let deadline = Instant::now() + timeout;
+    while engine.requests_active() > 0 && Instant::now() < deadline {
+        if signals.pending().next().is_some() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    engine.requests_active()
+}
+
+fn load_prompter(config: &Config) -> anyhow::Result<Option<Arc<Prompter>>> {
+    if config.policy != Policy::KvAware {
+        return Ok(None);
+    }
+    let Some(path) = &config.tokenizer_path else {
+        // Said among the warnings of the configuration.
+        return Ok(None);
+    };
+    let prompter =
+        Prompter::load(path, PrompterOptions::default()).with_context(|| format!("cannot load {}", path.display()))?;
+    info!(path = %path.display(), "tokenizer loaded");
+    Ok(Some(Arc::new(prompter)))
+}
+
+fn default_encoder_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 4).max(1))
+}
+
+fn engine_config(config: &Config) -> EngineConfig {
+    let mut engine = EngineConfig::new(config.listen);
+    engine.shards = config.shards;
+    engine.cpus = config.shard_cpus.clone();
+    engine.driver = match config.io_driver {
+        IoDriver::Auto => DriverChoice::Auto,
+        IoDriver::Epoll => DriverChoice::Epoll,
+    };
+    engine.require_io_uring = config.require_io_uring;
+    engine.limits.body_bytes_max = config.max_body_bytes;
+    engine.upstream.connect_timeout = config.upstream.connect;
+    engine.upstream.first_byte_timeout = config.upstream.first_byte;
+    engine.upstream.idle_timeout = config.upstream.idle;
+    engine
+}

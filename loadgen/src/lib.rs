@@ -4,5 +4,6 @@
 pub mod engine;
 pub mod net;
 pub mod prompt;
+pub mod run;
 pub mod seed;
 pub mod words;

@@ -93,7 +93,7 @@ impl Engine {
             let (make_service, started) = (make_service.clone(), started.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("shard-{index}"))
-                .spawn(move || run_shard(seed, &*make_service, &started))
+                .spawn(move || run_shard(seed, &*make_service, started))
                 .map_err(|source| StartError::Runtime { shard: index, source })?;
             engine.shards.push(Handle { mailbox: sender, counters, thread: Some(thread) });
         }
@@ -182,7 +182,7 @@ struct Seed {
 
 type Started = mpsc::Sender<Result<DriverReport, StartError>>;
 
-fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, started: &Started) {
+fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, started: Started) {
     let index = seed.index;
     pin_thread(&seed);
     let runtime_failed = |source| StartError::Runtime { shard: index, source };
@@ -215,6 +215,8 @@ fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, s
         let service = Rc::new(make_service(context));
         shard::spawn_local(accept(listener, shard.clone(), service));
         let _ = started.send(Ok(report));
+        // A channel without senders tells `start` that a shard died without a report.
+        drop(started);
         main_loop(&shard, &upstream, &mailbox, &receiver, period).await;
         end(&upstream).await;
     });

@@ -1,1 +1,102 @@
-//! placeholder
+//! The control thread: answers what would take a shard too long (the metrics page) or needs the mirrors
+//! (cache view). Never touches a request.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use crossbeam::channel::{Receiver, Sender, bounded};
+use http::StatusCode;
+use infera_shards::{Completion, Response};
+use serde_json::json;
+
+use crate::api::{self, ApiError};
+use crate::index::SharedView;
+use crate::limits::CONTROL_QUEUE;
+use crate::metrics::MetricsPage;
+use crate::proxy::{ControlAsk, ControlPlane, metrics_response};
+use crate::route::Policy;
+
+struct Question {
+    ask: ControlAsk,
+    answer: Completion<Response>,
+}
+
+/// Handle of the control thread; one per process.
+pub struct Admin {
+    questions: Sender<Question>,
+    thread: JoinHandle<()>,
+}
+
+/// What shards hold of it.
+struct Desk(Sender<Question>);
+
+impl ControlPlane for Desk {
+    fn submit(&self, ask: ControlAsk, answer: Completion<Response>) {
+        // A full queue drops the completion, and the shard answers that the thread is busy.
+        let _ = self.0.try_send(Question { ask, answer });
+    }
+}
+
+/// State that the answers are made of.
+pub struct AdminState {
+    pub view: SharedView,
+    pub policy: Policy,
+    pub page: MetricsPage,
+}
+
+impl Admin {
+    /// Starts the thread.
+    pub fn start(state: AdminState) -> std::io::Result<Self> {
+        let (questions, receiver) = bounded(CONTROL_QUEUE);
+        let thread = std::thread::Builder::new().name("admin".into()).spawn(move || run(&state, &receiver))?;
+        Ok(Self { questions, thread })
+    }
+
+    pub fn control_plane(&self) -> Arc<dyn ControlPlane> {
+        Arc::new(Desk(self.questions.clone()))
+    }
+
+    /// Ends the thread once every shard has let go of its handle.
+    pub fn stop(self) {
+        drop(self.questions);
+        // A panic there was logged by its own hook.
+        let _ = self.thread.join();
+    }
+}
+
+fn run(state: &AdminState, questions: &Receiver<Question>) {
+    while let Ok(Question { ask, answer }) = questions.recv() {
+        let response = match ask {
+            ControlAsk::Metrics => metrics_response(state.page.render()),
+            ControlAsk::CacheView { worker_id, rank } => cache_view(state, &worker_id, rank),
+        };
+        answer.complete(response);
+    }
+}
+
+/// `{"worker_id","dp_rank","block_count"}`; without a rank the blocks of all ranks of the worker together.
+fn cache_view(state: &AdminState, worker_id: &str, rank: Option<u32>) -> Response {
+    if state.policy != Policy::KvAware {
+        let reason = "the cache view needs --router-policy kv-aware".to_owned();
+        return ApiError::NoWorker { reason }.into_response();
+    }
+    let view = state.view.load_full();
+    let Some(worker) = view.fleet.workers.iter().find(|worker| *worker.id == *worker_id) else {
+        return ApiError::NotFound(format!("no such worker: {worker_id:?}; GET /v1/workers lists them"))
+            .into_response();
+    };
+    let ranks = worker.record.rank_count();
+    if let Some(rank) = rank.filter(|rank| worker.record.is_rank_multiplexed() && *rank >= ranks) {
+        return ApiError::NotFound(format!("worker {worker_id:?} has {ranks} ranks, not rank {rank}")).into_response();
+    }
+    let block_count: u64 = view
+        .fleet
+        .targets
+        .iter()
+        .filter(|target| target.worker.generation == worker.generation)
+        .filter(|target| rank.is_none() || target.rank.is_none() || target.rank == rank)
+        .map(|target| view.block_count(target))
+        .sum();
+    let answer = json!({"worker_id": worker_id, "dp_rank": rank, "block_count": block_count});
+    api::json_response(StatusCode::OK, &answer)
+}

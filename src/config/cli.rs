@@ -13,19 +13,19 @@ pub struct Cli {
     pub serve: ServeArgs,
 }
 
-#[derive(Debug, Clone, Subcommand)]
+#[derive(Debug, Subcommand)]
 pub enum Command {
     /// Shows what the router would see, without traffic.
     #[command(subcommand)]
     Inspect(InspectCommand),
 }
 
-#[derive(Debug, Clone, Subcommand)]
+#[derive(Debug, Subcommand)]
 pub enum InspectCommand {
     /// Request bodies as JSON lines on stdin -> text, token ids and block hashes as JSON lines.
-    Prompt(super::inspect::PromptArgs),
+    Prompt(crate::inspect::prompt::PromptArgs),
     /// KV-event frames on stdin, or live -> what each frame did to the visible blocks.
-    Events(super::inspect::EventsArgs),
+    Events(crate::inspect::events::Args),
 }
 
 /// Everything the server takes. Precedence: flag, then environment, then default.
@@ -53,6 +53,7 @@ pub struct ListenArgs {
     /// Address or name to listen on; `::` listens on IPv6 (and IPv4 where the system maps it).
     #[arg(long, default_value = "0.0.0.0")]
     pub host: String,
+    /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
     /// Largest request body, bytes; a larger one is answered with 413.
@@ -79,9 +80,10 @@ pub struct DiscoveryArgs {
     /// One or more etcd endpoints, separated by commas.
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:2379")]
     pub etcd_endpoint: String,
+    /// Keys below it are workers.
     #[arg(long, value_name = "PREFIX", default_value = "/infera/workers/")]
     pub etcd_prefix: String,
-    /// zmq.
+    /// How KV events arrive: zmq.
     #[arg(long, value_name = "TRANSPORT", default_value = "zmq")]
     pub kv_event_transport: String,
 }
@@ -89,7 +91,7 @@ pub struct DiscoveryArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Routing")]
 pub struct RoutingArgs {
-    /// kv-aware|round-robin.
+    /// Who gets a request: kv-aware|round-robin.
     #[arg(long, value_name = "POLICY", default_value = "kv-aware")]
     pub router_policy: String,
     /// Model directory or tokenizer.json; without one, kv-aware routes by load only.
@@ -112,9 +114,10 @@ pub struct RoutingArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Workers over HTTP")]
 pub struct UpstreamArgs {
-    /// http.
+    /// How requests reach workers: http.
     #[arg(long, value_name = "TRANSPORT", default_value = "http")]
     pub request_transport: String,
+    /// Connecting to a worker.
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0, allow_negative_numbers = true)]
     pub upstream_connect_timeout_s: f64,
     /// From the end of the request to the first byte of the answer; 0 waits for ever (queueing may be long).
@@ -140,13 +143,13 @@ pub struct MachineArgs {
     /// CPUs to pin the shards to, as in 2-5,8 [default: not pinned to particular CPUs].
     #[arg(long, value_name = "LIST")]
     pub shard_cpus: Option<String>,
-    /// auto|epoll.
+    /// auto (io_uring where it works) or epoll.
     #[arg(long, value_name = "DRIVER", default_value = "auto")]
     pub io_driver: String,
     /// Fail when io_uring cannot be used, instead of running on epoll.
     #[arg(long)]
     pub require_io_uring: bool,
-    /// text|json.
+    /// Log lines as text|json.
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     pub log_format: String,
 }

@@ -3,7 +3,6 @@
 
 pub mod cli;
 mod effective;
-pub mod inspect;
 mod validate;
 mod worker_argument;
 
@@ -15,8 +14,8 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::discovery::DiscoveryConfig;
+use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
-pub use inspect::{EventsArgs, PromptArgs};
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
@@ -56,7 +55,7 @@ pub struct Config {
     pub max_body_bytes: usize,
     pub drain_timeout: Duration,
     pub discovery: DiscoveryConfig,
-    pub policy: RouterPolicy,
+    pub policy: Policy,
     /// Model directory or tokenizer.json; present only if the path existed at start.
     pub tokenizer_path: Option<PathBuf>,
     /// Weight of the cache term of the cost, finite and not negative.
@@ -77,12 +76,6 @@ pub struct Config {
     /// Things the operator should know; logged once at start.
     pub warnings: Vec<String>,
     effective: Vec<effective::Setting>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RouterPolicy {
-    RoundRobin,
-    KvAware,
 }
 
 /// Per upstream exchange; `None` waits for ever.

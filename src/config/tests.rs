@@ -29,7 +29,7 @@ fn check_refused(arguments: &[&str], exit_code: u8, expected: &[&str]) {
 fn defaults_are_those_of_a_bare_metal_host() {
     let config = config(&[]);
     assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
-    assert_eq!(config.policy, RouterPolicy::KvAware);
+    assert_eq!(config.policy, Policy::KvAware);
     assert_eq!(config.kv_overlap_weight, 1.0);
     assert_eq!(config.request_retries_max, 1);
     assert_eq!(config.max_body_bytes, 64 << 20);
@@ -314,14 +314,17 @@ fn effective_settings_name_their_source_and_hide_credentials() {
     assert!(!debug.contains("pa/ss") && !debug.contains("t0ken"), "{debug}");
 }
 
-/// Environment variables belong to a process, so this asks a child: the same test binary, running
-/// [`environment_in_the_child`].
+/// Environment variables belong to a process, so this test runs itself again as a child that has them.
 #[test]
 fn flag_before_environment_before_default() {
+    const CHILD: &str = "INFERA_ROUTER_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        return print_what_a_child_sees();
+    }
     let child = |variables: &[(&str, &str)]| {
         let mut process = Process::new(std::env::current_exe().unwrap());
-        process.args(["--exact", "config::tests::environment_in_the_child", "--ignored", "--nocapture"]);
-        process.envs(variables.iter().copied());
+        process.args(["--exact", "config::tests::flag_before_environment_before_default", "--nocapture"]);
+        process.env(CHILD, "1").envs(variables.iter().copied());
         let output = process.output().unwrap();
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
@@ -336,16 +339,13 @@ fn flag_before_environment_before_default() {
     assert!(output.contains("refused: error: --session-affinity both: not available in this build"), "{output}");
 }
 
-#[test]
-#[ignore = "run by flag_before_environment_before_default in a child process"]
-fn environment_in_the_child() {
+fn print_what_a_child_sees() {
     match run(&["--router-policy", "round-robin"]) {
-        Ok(config) => {
-            println!("without flag: {:?}", config.upstream.idle);
-            println!("warnings: {}", config.warnings.len());
-            println!("{}", config.effective().collect::<Vec<_>>().join("\n"));
-            let flagged = super::tests::config(&["--http-req-idle-timeout-s", "9"]);
-            println!("with flag: {:?}", flagged.upstream.idle);
+        Ok(without) => {
+            println!("without flag: {:?}", without.upstream.idle);
+            println!("warnings: {}", without.warnings.len());
+            println!("{}", without.effective().collect::<Vec<_>>().join("\n"));
+            println!("with flag: {:?}", config(&["--http-req-idle-timeout-s", "9"]).upstream.idle);
         }
         Err(refusal) => println!("refused: {}", refusal.text),
     }

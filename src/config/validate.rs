@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use super::cli::{DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs};
 use super::effective::{Setting, Source, redact};
-use super::{Config, IoDriver, LogFormat, RouterPolicy, UpstreamTimeouts, worker_argument};
+use super::{Config, IoDriver, LogFormat, UpstreamTimeouts, worker_argument};
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
+use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
@@ -104,7 +105,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         return Err(problems.0);
     }
     let mut warnings = no_effect(&arguments.no_effect, &effective);
-    if routing.policy == RouterPolicy::KvAware && routing.tokenizer_path.is_none() {
+    if routing.policy == Policy::KvAware && routing.tokenizer_path.is_none() {
         warnings.push(
             "no --router-tokenizer-path: only prompts given as token ids are matched, all others are routed by load"
                 .to_owned(),
@@ -283,7 +284,7 @@ fn etcd_endpoint(text: &str) -> Result<String, String> {
 }
 
 struct Routing {
-    policy: RouterPolicy,
+    policy: Policy,
     tokenizer_path: Option<PathBuf>,
     overlap_weight: f64,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
@@ -295,7 +296,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
     let policy = problems.choice(
         "--router-policy",
         &arguments.router_policy,
-        &[("round-robin", RouterPolicy::RoundRobin), ("kv-aware", RouterPolicy::KvAware)],
+        &[("round-robin", Policy::RoundRobin), ("kv-aware", Policy::KvAware)],
     );
     if let Some(path) = &arguments.router_tokenizer_path
         && !path.exists()

@@ -75,9 +75,13 @@ async fn ask_all(
     open: Open,
     facts: &mut Facts,
 ) -> Result<(), String> {
-    match get(client, url, "/v1/models").await? {
-        Answer::Body(body) => facts.read_models(&body).map_err(|problem| format!("GET /v1/models: {problem}"))?,
-        Answer::NotOffered => return Err("GET /v1/models: not offered; name the model by hand".to_owned()),
+    let models = match get(client, url, "/v1/models").await? {
+        Answer::Body(body) => facts.read_models(&body).map_err(|problem| format!("GET /v1/models: {problem}")),
+        Answer::NotOffered => Err("GET /v1/models: not offered; name the model by hand".to_owned()),
+    };
+    // A worker whose model is given needs this answer only as a hint at its engine.
+    if open.model {
+        models?;
     }
     if !open.cache {
         return Ok(());

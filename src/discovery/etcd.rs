@@ -104,7 +104,7 @@ impl EtcdSource {
         let client = in_time(limit, "connect", Client::connect([endpoint], Some(options))).await?;
         let mut kv = client.kv_client().max_decoding_message_size(limits::ETCD_MESSAGE_BYTES_MAX);
         let prefix = self.config.prefix.clone();
-        let listed = in_time(limit, "list", kv.get(prefix.clone(), Some(GetOptions::new().with_prefix()))).await?;
+        let listed = in_time(limit, "list", kv.get(prefix, Some(GetOptions::new().with_prefix()))).await?;
         let Some(header) = listed.header() else { return Err(End::Failed("list: no header".to_owned())) };
         let (cluster, revision) = (header.cluster_id(), header.revision());
         self.note_contact();
@@ -112,11 +112,19 @@ impl EtcdSource {
         self.publish().await?;
         tracing::info!(endpoint, revision, workers = self.workers.len(), "etcd listed");
         last_problem.clear();
+        self.watch(&client, revision + 1).await
+    }
 
+    /// Follows the prefix from `first_revision` until the watch is lost in any way.
+    async fn watch(&mut self, client: &Client, first_revision: i64) -> Result<Never, End> {
+        let limit = self.timing.etcd_timeout;
         let mut watcher = client.watch_client().max_decoding_message_size(limits::ETCD_MESSAGE_BYTES_MAX);
-        let options =
-            WatchOptions::new().with_prefix().with_start_revision(revision + 1).with_progress_notify().with_fragment();
-        let stream = in_time(limit, "watch", watcher.watch(prefix, Some(options))).await?;
+        let options = WatchOptions::new()
+            .with_prefix()
+            .with_start_revision(first_revision)
+            .with_progress_notify()
+            .with_fragment();
+        let stream = in_time(limit, "watch", watcher.watch(self.config.prefix.clone(), Some(options))).await?;
         // Both halves are held to the end: dropping the request half makes the server end the stream.
         let (mut requests, mut responses) = stream.split();
         let mut progress = tokio::time::interval(self.timing.etcd_progress_every);
@@ -236,6 +244,7 @@ impl EtcdSource {
 }
 
 /// A session has no good end.
+#[derive(Debug)]
 enum Never {}
 
 fn cancelled(message: &WatchResponse) -> String {
@@ -256,3 +265,6 @@ async fn in_time<T>(
         Err(_) => Err(End::Failed(format!("{what}: no answer within {} s", limit.as_secs_f32()))),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,16 @@
 //! Discovery: one control thread that knows which workers there are. It reads the sources (command line, workers
 //! file, etcd), completes what a record leaves open by asking the engine, resolves names, and hands every changed
 //! set to one callback. It never touches a request, and trouble with a source never empties the fleet.
+//!
+//! Policies:
+//! - A source that is away or damaged keeps its last set in force, for as long as it takes; the state is `degraded`.
+//! - A malformed record is skipped and counted. Over a good record of the same key it changes nothing.
+//! - A single departure acts at once. Workers that vanish together, just after an outage of etcd, or from an etcd that
+//!   started over (another cluster, or a lower revision) are kept while they answer `/health`, for `departure_grace` at
+//!   most; registering again ends the keeping. See `departures`.
+//! - A worker is pending, with the reason, until its model and address are known. Asking never ends: an engine that
+//!   is replaced at the same address is found out by its answers.
+//! - A worker named twice (by id, or by URL and rank) is one worker; see `source::merge`.
 
 mod ask;
 mod attendant;
@@ -16,6 +26,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::fleet::DiscoveredWorker;
+use crate::limits;
 use crate::worker::WorkerRecord;
 
 /// Where workers come from. Sources add up: a worker named by more than one of them is one worker.
@@ -87,7 +98,7 @@ pub enum State {
     Ok,
     /// A source is away or damaged, or vanished workers are being kept; the last set is served.
     Degraded,
-    /// A source has never been read since the start.
+    /// A source has never been read since the start, or the thread has ended.
     Down,
 }
 
@@ -135,16 +146,30 @@ impl Discovery {
         config: DiscoveryConfig,
         on_update: impl Fn(Vec<DiscoveredWorker>) + Send + 'static,
     ) -> std::io::Result<DiscoveryHandle> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .thread_name("discovery-wait")
+            .max_blocking_threads(limits::DISCOVERY_BLOCKING_THREADS)
+            .build()?;
         let shared = std::sync::Arc::new(status::Shared::new(&config));
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let thread_shared = shared.clone();
         let thread = std::thread::Builder::new().name("discovery".to_owned()).spawn(move || {
+            let _ended = Ended(thread_shared.clone());
             runtime.block_on(registry::run(config, thread_shared, on_update, stopped));
             // A resolver call may hang for its own long timeout; it holds nothing that matters.
             runtime.shutdown_background();
         })?;
         Ok(DiscoveryHandle { shared, stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+/// Says so when the thread ends, by a panic too.
+struct Ended(std::sync::Arc<status::Shared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.ended();
     }
 }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::AbortHandle;
@@ -19,6 +19,9 @@ use super::{DiscoveryConfig, etcd::EtcdSource, file};
 use crate::fleet::{DiscoveredWorker, WorkerState};
 use crate::limits;
 use crate::worker::WorkerRecord;
+
+/// Before a source that panicked is started again.
+const RESTART_PAUSE: Duration = Duration::from_secs(1);
 
 /// One stay of a worker in the set; a report carries it so that a former stay's is dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,12 +146,33 @@ pub(super) async fn run(
 }
 
 fn start_sources(config: &DiscoveryConfig, shared: &Arc<Shared>, queue: &mpsc::Sender<Message>) {
-    if let Some(path) = &config.workers_file {
-        tokio::spawn(file::run(path.clone(), config.timing.file_poll, queue.clone(), shared.clone()));
+    if let Some(path) = config.workers_file.clone() {
+        let (poll, queue, shared) = (config.timing.file_poll, queue.clone(), shared.clone());
+        tokio::spawn(supervise(SourceKind::File, shared.clone(), move || {
+            file::run(path.clone(), poll, queue.clone(), shared.clone())
+        }));
     }
-    if let Some(etcd) = &config.etcd {
-        let source = EtcdSource::new(etcd.clone(), config.timing.clone(), queue.clone(), shared.clone());
-        tokio::spawn(source.run());
+    if let Some(etcd) = config.etcd.clone() {
+        let (timing, queue, shared) = (config.timing.clone(), queue.clone(), shared.clone());
+        tokio::spawn(supervise(SourceKind::Etcd, shared.clone(), move || {
+            EtcdSource::new(etcd.clone(), timing.clone(), queue.clone(), shared.clone()).run()
+        }));
+    }
+}
+
+/// Keeps a source running. A task that panics ends without a sound, and a source that is gone looks like one that has
+/// nothing to say; client libraries do panic on answers they do not expect.
+async fn supervise<F>(kind: SourceKind, shared: Arc<Shared>, start: impl Fn() -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    while let Err(error) = tokio::spawn(start()).await {
+        if error.is_cancelled() {
+            return;
+        }
+        tracing::error!(source = ?kind, "discovery source failed: {error}; started again");
+        shared.trouble(kind, format!("failed: {error}"));
+        tokio::time::sleep(RESTART_PAUSE).await;
     }
 }
 
@@ -312,5 +336,35 @@ impl Registry {
             self.published = Some(workers.clone());
             on_update(workers);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::discovery::State;
+
+    #[test]
+    fn a_source_that_panics_is_started_again() {
+        let config = DiscoveryConfig { workers_file: Some("x".into()), ..DiscoveryConfig::default() };
+        let shared = Arc::new(Shared::new(&config));
+        let starts = Arc::new(AtomicUsize::new(0));
+        let (counter, health) = (starts.clone(), shared.clone());
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(supervise(SourceKind::File, shared.clone(), move || {
+            let (start, health) = (counter.fetch_add(1, Ordering::SeqCst), health.clone());
+            health.contact(SourceKind::File, Instant::now());
+            async move {
+                if start == 0 {
+                    panic!("an answer nobody expects");
+                }
+                // The second start found the first one's end in the status.
+                health.trouble(SourceKind::File, "second".to_owned());
+            }
+        }));
+        assert_eq!(starts.load(Ordering::SeqCst), 2);
+        assert_eq!(shared.snapshot(Instant::now()).state, State::Degraded);
     }
 }

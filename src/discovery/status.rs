@@ -1,7 +1,7 @@
 //! What the discovery thread tells the rest of the process about itself. Written on that thread, read anywhere.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::{DiscoveryConfig, State, Status};
@@ -47,6 +47,7 @@ pub(super) struct Shared {
     records_skipped: AtomicU64,
     workers: AtomicUsize,
     workers_pending: AtomicUsize,
+    ended: AtomicBool,
 }
 
 impl Shared {
@@ -61,7 +62,13 @@ impl Shared {
             records_skipped: AtomicU64::new(0),
             workers: AtomicUsize::new(0),
             workers_pending: AtomicUsize::new(0),
+            ended: AtomicBool::new(false),
         }
+    }
+
+    /// The thread is gone, in whatever way: what was published stays, nothing new will come.
+    pub fn ended(&self) {
+        self.ended.store(true, Ordering::Relaxed);
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Health> {
@@ -120,6 +127,10 @@ impl Shared {
         if health.held > 0 {
             state = if state == State::Ok { State::Degraded } else { state };
             reasons.push(format!("{} vanished workers are kept while they still answer", health.held));
+        }
+        if self.ended.load(Ordering::Relaxed) {
+            state = State::Down;
+            reasons.push("the discovery thread has ended".to_owned());
         }
         Status {
             state,

@@ -380,3 +380,65 @@ fn command_line_and_file_add_up() {
     assert_eq!(running.ids(), ["v", "w"]);
     running.handle.stop();
 }
+
+#[test]
+fn a_callback_that_panics_is_no_secret() {
+    let mut record = WorkerRecord::new("w", "http://127.0.0.1:9");
+    record.model_name = "m".to_owned();
+    let handle = Discovery::start(command_line(vec![record]), |_| panic!("the callback's fault")).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while handle.status().state != State::Down {
+        assert!(Instant::now() < deadline, "{:?}", handle.status());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(handle.status().reason, "the discovery thread has ended");
+    handle.stop();
+}
+
+#[test]
+fn stopping_does_not_wait_for_anyone() {
+    let engine = ScriptedEngine::start("127.0.0.1:0", &[("/v1/models", Script::Hang)]);
+    let timing = Timing { ask_timeout: Duration::from_secs(600), ..quick() };
+    let config = DiscoveryConfig {
+        etcd: Some(EtcdConfig { endpoints: vec![engine.url()], prefix: "/p/".to_owned() }),
+        timing: Timing { etcd_timeout: Duration::from_secs(600), ..timing },
+        ..command_line(vec![static_worker(&engine.url()), WorkerRecord::new("n", "http://no-such-host.invalid:1")])
+    };
+    let mut running = Running::start(config);
+    running.wait("both", |workers| workers.len() == 2);
+    let deadline = Instant::now() + PATIENCE;
+    while engine.asked("/v1/models") == 0 {
+        assert!(Instant::now() < deadline, "not asked");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let began = Instant::now();
+    running.handle.stop();
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let end = loop {
+        if let Err(end) = running.updates.recv_timeout(PATIENCE) {
+            break end;
+        }
+    };
+    assert_eq!(end, std::sync::mpsc::RecvTimeoutError::Disconnected, "the callback is gone with the thread");
+}
+
+/// A big fleet is one publication, and a quiet one costs nothing: the thread sleeps between looks at the file.
+#[test]
+fn a_thousand_workers() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let records: Vec<_> = (0..1000)
+        .map(|index| {
+            let mut record = WorkerRecord::new(format!("w{index:04}"), format!("http://127.0.0.1:{}", 1000 + index));
+            record.model_name = "m".to_owned();
+            (record.kv_block_size, record.kv_events_endpoint) = (Some(16), Some("tcp://127.0.0.1:1".to_owned()));
+            record
+        })
+        .collect();
+    std::fs::write(&file, serde_json::to_vec(&records).unwrap()).unwrap();
+    let config = DiscoveryConfig { workers_file: Some(file.path().to_owned()), ..command_line(Vec::new()) };
+    let mut running = Running::start(config);
+    running.wait("all", |workers| workers.len() == 1000);
+    assert!(running.last.iter().all(|worker| worker.state == WorkerState::Active));
+    running.handle.stop();
+    assert_eq!(running.updates.try_iter().count(), 0, "one publication");
+}

@@ -283,7 +283,8 @@ impl Decoder {
         };
         self.tokens.clear();
         self.tokens.reserve(length.min(cursor.remaining().len()));
-        for _ in 0..length {
+        cursor.numbers(length, &mut self.tokens);
+        for _ in self.tokens.len()..length {
             let token = match cursor.head()? {
                 Head::Array(width) if width >= 1 => bigram_token(cursor, width)?,
                 head => token(head)?,

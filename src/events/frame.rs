@@ -2,6 +2,8 @@
 //! `[topic, payload]`; replay answers, as a DEALER sees them, are `["", sequence, payload]` or, since the topic was added,
 //! `["", topic, sequence, payload]`, ended by a sequence of all ones. Never looks into a payload.
 
+use std::ops::Deref;
+
 use super::BatchError;
 
 /// Sequence that ends a replay (vLLM's `END_SEQ`: -1 as 8 bytes).
@@ -17,14 +19,12 @@ pub struct Live<'a> {
 
 /// Takes a live message apart. A sequence frame of another width than 8 bytes is refused: a batch that cannot be placed
 /// in order would leave the mirror half-trusted.
-pub fn live<'a, F: AsRef<[u8]>>(frames: &'a [F]) -> Result<Live<'a>, BatchError> {
+pub fn live<'a, F: Deref<Target = [u8]>>(frames: &'a [F]) -> Result<Live<'a>, BatchError> {
     match frames {
-        [topic, payload] => Ok(Live { topic: topic.as_ref(), sequence: None, payload: payload.as_ref() }),
-        [topic, sequence, payload] => Ok(Live {
-            topic: topic.as_ref(),
-            sequence: Some(sequence_number(sequence.as_ref())?),
-            payload: payload.as_ref(),
-        }),
+        [topic, payload] => Ok(Live { topic: topic, sequence: None, payload: payload }),
+        [topic, sequence, payload] => {
+            Ok(Live { topic: topic, sequence: Some(sequence_number(sequence)?), payload: payload })
+        }
         _ => Err(BatchError::FrameCount(frames.len())),
     }
 }
@@ -36,10 +36,10 @@ pub enum Replay<'a> {
 }
 
 /// Takes one answer of the replay socket apart, delimiter frame included.
-pub fn replay<'a, F: AsRef<[u8]>>(frames: &'a [F]) -> Result<Replay<'a>, BatchError> {
+pub fn replay<'a, F: Deref<Target = [u8]>>(frames: &'a [F]) -> Result<Replay<'a>, BatchError> {
     let (sequence, payload) = match frames {
-        [delimiter, sequence, payload] | [delimiter, _, sequence, payload] if delimiter.as_ref().is_empty() => {
-            (sequence_number(sequence.as_ref())?, payload.as_ref())
+        [delimiter, sequence, payload] | [delimiter, _, sequence, payload] if delimiter.is_empty() => {
+            (sequence_number(sequence)?, payload)
         }
         _ => return Err(BatchError::FrameCount(frames.len())),
     };

@@ -24,8 +24,10 @@ pub enum Step {
     },
     /// Seen before, or overtaken by a reset; drop it.
     Drop,
-    /// Kept here; ask the replay socket for `start..end`, then feed its answers to [`Sequence::on_replay`].
+    /// Kept here; ask the replay socket for `start..end`, then feed its answers to [`Sequence::on_replay`]. With `reset`
+    /// (the publisher began anew) forget the rank's whole view first.
     AskReplay {
+        reset: bool,
         start: u64,
         end: u64,
     },
@@ -88,6 +90,11 @@ impl Sequence {
         self.next.map(|next| next.wrapping_sub(1))
     }
 
+    /// The publisher's replay socket has become known, or is known no more.
+    pub fn set_can_replay(&mut self, can_replay: bool) {
+        self.can_replay = can_replay;
+    }
+
     pub fn is_recovering(&self) -> bool {
         self.recovery.is_some()
     }
@@ -106,12 +113,12 @@ impl Sequence {
             // Joined mid-stream: what came before is not known, but nothing known is wrong either.
             self.accept(sequence, digest);
             if sequence > 0 && self.can_replay {
-                return self.start_recovery(0, sequence, payload, now_ns);
+                return self.start_recovery(0, sequence, false, payload, now_ns);
             }
             return Step::Apply;
         };
         if sequence < next {
-            return self.on_older(sequence, digest);
+            return self.on_older(sequence, payload, digest, now_ns);
         }
         let lost = sequence - next;
         if lost > 0 {
@@ -126,14 +133,14 @@ impl Sequence {
                 let abandoned = self.recovery.take().map_or(0, |recovery| recovery.end - recovery.next);
                 Step::ResetAndApply { lost: lost + abandoned }
             }
-            (_, false) if self.can_replay => self.start_recovery(next, sequence, payload, now_ns),
+            (_, false) if self.can_replay => self.start_recovery(next, sequence, false, payload, now_ns),
             (_, false) => Step::ResetAndApply { lost },
         }
     }
 
     /// A batch that should have come earlier. Over one connection messages keep their order, so an old number
     /// is a repeat (same bytes), a straggler that was already given up, or the first words of a new publisher.
-    fn on_older(&mut self, sequence: u64, digest: u64) -> Step {
+    fn on_older(&mut self, sequence: u64, payload: &[u8], digest: u64, now_ns: u64) -> Step {
         match self.recent.iter().rev().find(|(known, _)| *known == sequence) {
             Some((_, None)) => Step::Drop,
             Some((_, Some(known))) if *known == digest => Step::Drop,
@@ -141,12 +148,15 @@ impl Sequence {
                 self.recent.clear();
                 self.recovery = None;
                 self.accept(sequence, digest);
+                if sequence > 0 && self.can_replay {
+                    return self.start_recovery(0, sequence, true, payload, now_ns);
+                }
                 Step::ResetAndApply { lost: 0 }
             }
         }
     }
 
-    fn start_recovery(&mut self, start: u64, end: u64, payload: &[u8], now_ns: u64) -> Step {
+    fn start_recovery(&mut self, start: u64, end: u64, reset: bool, payload: &[u8], now_ns: u64) -> Step {
         self.recovery = Some(Recovery {
             next: start,
             end,
@@ -155,7 +165,7 @@ impl Sequence {
             deadline_ns: now_ns + REPLAY_PATIENCE_NS,
         });
         match self.hold(end, payload) {
-            Step::Held => Step::AskReplay { start, end },
+            Step::Held => Step::AskReplay { start, end, reset },
             step => step,
         }
     }
@@ -269,7 +279,7 @@ mod tests {
         for sequence in 0..3 {
             assert_eq!(live(&mut state, sequence, "a"), Step::Apply);
         }
-        assert_eq!(live(&mut state, 5, "a"), Step::AskReplay { start: 3, end: 5 });
+        assert_eq!(live(&mut state, 5, "a"), Step::AskReplay { start: 3, end: 5, reset: false });
         assert_eq!(live(&mut state, 6, "a"), Step::Held);
         assert_eq!(state.on_replay(3, 0), ReplayStep::Apply);
         assert_eq!(state.finished(), None);
@@ -287,12 +297,21 @@ mod tests {
     fn a_replay_that_starts_too_late_resets_and_one_that_never_comes_is_given_up() {
         let mut state = Sequence::new(true);
         assert_eq!(live(&mut state, 0, "a"), Step::Apply);
-        assert_eq!(live(&mut state, 9, "a"), Step::AskReplay { start: 1, end: 9 });
+        assert_eq!(live(&mut state, 9, "a"), Step::AskReplay { start: 1, end: 9, reset: false });
         assert_eq!(state.on_replay(7, 0), ReplayStep::ResetAndApply { lost: 6 });
         assert_eq!(state.on_replay_end().map(|recovered| recovered.lost), Some(1));
 
         let mut state = Sequence::new(true);
-        assert_eq!(live(&mut state, 3, "a"), Step::AskReplay { start: 0, end: 3 });
+        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        assert_eq!(live(&mut state, 1, "a"), Step::Apply);
+        assert_eq!(
+            live(&mut state, 1, "b"),
+            Step::AskReplay { start: 0, end: 1, reset: true },
+            "a new life, joined late"
+        );
+
+        let mut state = Sequence::new(true);
+        assert_eq!(live(&mut state, 3, "a"), Step::AskReplay { start: 0, end: 3, reset: false });
         assert_eq!(state.on_deadline(REPLAY_PATIENCE_NS - 1), None);
         let given_up = state.on_deadline(REPLAY_PATIENCE_NS).expect("given up");
         assert_eq!((given_up.lost, given_up.held.len()), (3, 1));
@@ -303,7 +322,7 @@ mod tests {
     fn the_hold_buffer_is_bounded_and_a_second_gap_ends_the_recovery() {
         let mut state = Sequence::new(true);
         assert_eq!(live(&mut state, 0, "a"), Step::Apply);
-        assert_eq!(live(&mut state, 2, "a"), Step::AskReplay { start: 1, end: 2 });
+        assert_eq!(live(&mut state, 2, "a"), Step::AskReplay { start: 1, end: 2, reset: false });
         let mut sequence = 3;
         let step = loop {
             match live(&mut state, sequence, "a") {
@@ -313,7 +332,10 @@ mod tests {
         };
         assert_eq!(sequence as usize, REPLAY_HELD_BATCHES_MAX + 2);
         assert!(matches!(step, Step::ResetAndApply { .. }) && !state.is_recovering());
-        assert_eq!(live(&mut state, sequence + 2, "a"), Step::AskReplay { start: sequence + 1, end: sequence + 2 });
+        assert_eq!(
+            live(&mut state, sequence + 2, "a"),
+            Step::AskReplay { start: sequence + 1, end: sequence + 2, reset: false }
+        );
         assert_eq!(live(&mut state, sequence + 9, "a"), Step::ResetAndApply { lost: 7 });
     }
 }

@@ -8,6 +8,7 @@ use hashbrown::HashMap;
 use hashbrown::hash_map::Entry as MapEntry;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::copies::{Copies, MoreCopies, Name};
 use super::orphans::Orphans;
 use super::tree::Tree;
 use crate::events::{CopyKey, EngineHash, Event, Stored};
@@ -27,89 +28,11 @@ pub struct Applied {
     pub orphans_dropped: u64,
 }
 
-/// Counted copies of one block. Nearly always there is one kind of copy, so the others are out of line.
-#[derive(Clone, Debug, Default)]
-pub struct Copies {
-    first: Option<CopyKey>,
-    count: u32,
-    #[allow(clippy::box_collection, reason = "one word in the common case, where the list is absent")]
-    others: Option<Box<Vec<(CopyKey, u32)>>>,
-}
-
-impl Copies {
-    pub fn of(key: CopyKey) -> Self {
-        Self { first: Some(key), count: 1, others: None }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.first.is_none() && self.others.is_none()
-    }
-
-    pub fn add(&mut self, key: CopyKey) {
-        self.add_many(key, 1);
-    }
-
-    fn add_many(&mut self, key: CopyKey, count: u32) {
-        if self.first.is_none_or(|first| first == key) && !self.others_hold(key) {
-            self.first = Some(key);
-            self.count = self.count.saturating_add(count);
-            return;
-        }
-        let others = self.others.get_or_insert_default();
-        match others.iter_mut().find(|(other, _)| *other == key) {
-            Some((_, known)) => *known = known.saturating_add(count),
-            None => others.push((key, count)),
-        }
-    }
-
-    fn others_hold(&self, key: CopyKey) -> bool {
-        self.others.as_ref().is_some_and(|others| others.iter().any(|(other, _)| *other == key))
-    }
-
-    /// Takes one copy away; one that was never announced changes nothing.
-    pub fn remove(&mut self, key: CopyKey) -> bool {
-        if self.first == Some(key) {
-            self.count -= 1;
-            if self.count == 0 {
-                self.first = None;
-            }
-            return true;
-        }
-        let Some(others) = self.others.as_mut() else { return false };
-        let Some(at) = others.iter().position(|(other, _)| *other == key) else { return false };
-        others[at].1 -= 1;
-        if others[at].1 == 0 {
-            others.swap_remove(at);
-        }
-        if others.is_empty() {
-            self.others = None;
-        }
-        true
-    }
-
-    fn absorb(&mut self, other: &Copies) {
-        if let Some(key) = other.first {
-            self.add_many(key, other.count);
-        }
-        for (key, count) in other.others.iter().flat_map(|others| others.iter()) {
-            self.add_many(*key, *count);
-        }
-    }
-}
-
-/// What one engine hash stands for. Without copies it is a tombstone: not visible, but still a possible parent.
-#[derive(Clone, Debug)]
-struct Name {
-    block: BlockHash,
-    copies: Copies,
-    /// No adapter, salt or image on the block or an ancestor.
-    is_plain: bool,
-}
-
 #[derive(Debug)]
 pub struct Mirror {
     slot: u16,
     names: HashMap<EngineHash, Name>,
+    more_copies: MoreCopies,
     /// Visible names beyond the first for one block (one content announced under two engine hashes).
     aliases: HashMap<BlockHash, u32>,
     orphans: Orphans,
@@ -126,6 +49,7 @@ impl Mirror {
         Self {
             slot,
             names: HashMap::new(),
+            more_copies: MoreCopies::new(),
             aliases: HashMap::new(),
             orphans: Orphans::default(),
             tombstones: VecDeque::new(),
@@ -149,8 +73,9 @@ impl Mirror {
     /// Forgets everything; the slot has no trace in the tree afterwards. Returns the number of blocks that were visible.
     pub fn clear(&mut self, tree: &mut Tree) -> u64 {
         let held = u64::from(tree.held_count(self.slot));
-        tree.clear(self.slot, self.names.values().filter(|name| !name.copies.is_empty()).map(|name| name.block));
+        tree.clear(self.slot, self.names.values().filter(|name| name.is_visible()).map(|name| name.block()));
         self.names = HashMap::new();
+        self.more_copies = MoreCopies::new();
         self.aliases = HashMap::new();
         self.orphans.clear();
         self.tombstones = VecDeque::new();
@@ -164,8 +89,8 @@ impl Mirror {
 
     /// Distinct visible blocks of the plain namespace, sorted. For inspection: walks the whole view.
     pub fn plain_blocks(&self) -> Vec<BlockHash> {
-        let live = self.names.values().filter(|name| name.is_plain && !name.copies.is_empty());
-        let mut blocks: Vec<BlockHash> = live.map(|name| name.block).collect();
+        let live = self.names.values().filter(|name| name.is_plain() && name.is_visible());
+        let mut blocks: Vec<BlockHash> = live.map(Name::block).collect();
         blocks.sort_unstable();
         blocks.dedup();
         blocks
@@ -176,7 +101,7 @@ impl Mirror {
         // What the next block is chained onto, as far as it is known.
         let mut known = match stored.parent {
             None => Some((ROOT, true)),
-            Some(parent) => self.names.get(&parent).map(|name| (name.block, name.is_plain)),
+            Some(parent) => self.names.get(&parent).map(|name| (name.block(), name.is_plain())),
         };
         let mut parent_engine = stored.parent;
         let blocks = stored.hashes.iter().zip(stored.tokens.chunks_exact(stored.block_size));
@@ -185,14 +110,14 @@ impl Mirror {
             if let Some((parent, parent_is_plain)) = known {
                 let block = chained(parent, identity, tokens);
                 let is_plain = parent_is_plain && identity == 0;
-                self.bind(tree, *engine, Name { block, copies: Copies::of(stored.copy), is_plain }, parent);
+                self.bind(tree, *engine, (block, is_plain), Copies::of(stored.copy), parent);
                 known = Some((block, is_plain));
                 applied.blocks_stored += 1;
             } else if let Some(name) = self.names.get(engine) {
                 // The parent is forgotten, but the engine's name still says which block this is.
-                let revived = Name { copies: Copies::of(stored.copy), ..name.clone() };
-                known = Some((revived.block, revived.is_plain));
-                self.bind(tree, *engine, revived, ROOT);
+                let revived = (name.block(), name.is_plain());
+                known = Some(revived);
+                self.bind(tree, *engine, revived, Copies::of(stored.copy), ROOT);
                 applied.blocks_stored += 1;
             } else if let Some(parent) = parent_engine {
                 applied.orphans_dropped += self.orphans.insert(*engine, parent, tokens, identity, stored.copy);
@@ -209,33 +134,32 @@ impl Mirror {
         applied
     }
 
-    /// Gives a name its block and copies. A name that stood for another block leaves that one.
-    fn bind(&mut self, tree: &mut Tree, engine: EngineHash, mut name: Name, parent: BlockHash) {
+    /// Gives a name its block, plain or not, and more copies. A name that stood for another block leaves that one.
+    fn bind(
+        &mut self,
+        tree: &mut Tree,
+        engine: EngineHash,
+        (block, is_plain): (BlockHash, bool),
+        mut copies: Copies,
+        parent: BlockHash,
+    ) {
         if !self.orphans.is_empty()
             && let Some(orphan) = self.orphans.take(engine)
         {
-            name.copies.absorb(&orphan.copies);
+            copies.absorb(&orphan.copies);
         }
-        let block = name.block;
-        let became_visible = match self.names.entry(engine) {
-            MapEntry::Vacant(vacant) => !vacant.insert(name).copies.is_empty(),
-            MapEntry::Occupied(mut occupied) => {
-                let known = occupied.get_mut();
-                let was_visible = !known.copies.is_empty();
-                known.copies.absorb(&name.copies);
-                let is_visible = !known.copies.is_empty();
-                known.is_plain = name.is_plain;
-                let former = std::mem::replace(&mut known.block, block);
-                if former != block && was_visible {
-                    self.flush(tree);
-                    self.release(former);
-                    self.drop_gone(tree);
-                    is_visible
-                } else {
-                    is_visible && !was_visible
-                }
-            }
-        };
+        let name = self.names.entry(engine).or_insert_with(|| Name::new(block, is_plain));
+        let (was_visible, former) = (name.is_visible(), name.block());
+        name.add(engine, &copies, &mut self.more_copies);
+        name.rebind(block, is_plain);
+        let is_visible = name.is_visible();
+        let has_moved = was_visible && former != block;
+        if has_moved {
+            self.flush(tree);
+            self.release(former);
+            self.drop_gone(tree);
+        }
+        let became_visible = is_visible && (has_moved || !was_visible);
         if !became_visible {
             self.flush(tree);
             return;
@@ -262,14 +186,14 @@ impl Mirror {
         let mut known = vec![engine];
         while let Some(parent_engine) = known.pop() {
             let Some((parent, parent_is_plain)) =
-                self.names.get(&parent_engine).map(|name| (name.block, name.is_plain))
+                self.names.get(&parent_engine).map(|name| (name.block(), name.is_plain()))
             else {
                 continue;
             };
             for (child, orphan) in self.orphans.take_children(parent_engine) {
                 let block = chained(parent, orphan.identity, &orphan.tokens);
                 let is_plain = parent_is_plain && orphan.identity == 0;
-                self.bind(tree, child, Name { block, copies: orphan.copies, is_plain }, parent);
+                self.bind(tree, child, (block, is_plain), orphan.copies, parent);
                 self.flush(tree);
                 joined += 1;
                 known.push(child);
@@ -285,10 +209,10 @@ impl Mirror {
                 self.orphans.remove_copy(*engine, copy);
                 continue;
             };
-            if !name.copies.remove(copy) || !name.copies.is_empty() {
+            if !name.remove(*engine, copy, &mut self.more_copies) || name.is_visible() {
                 continue;
             }
-            let block = name.block;
+            let block = name.block();
             applied.blocks_removed += 1;
             self.release(block);
             self.bury(*engine);
@@ -323,7 +247,7 @@ impl Mirror {
         while self.tombstones.len() > TOMBSTONES_MAX {
             let Some(oldest) = self.tombstones.pop_front() else { break };
             if let MapEntry::Occupied(occupied) = self.names.entry(oldest)
-                && occupied.get().copies.is_empty()
+                && !occupied.get().is_visible()
             {
                 occupied.remove();
             }

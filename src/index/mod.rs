@@ -5,6 +5,7 @@
 //! the same holders lie in one table under the hash of their first block, and a walk finds the next run by the next block of
 //! the query. A branch therefore splits nothing; only holders that differ do, and runs that become alike are joined again.
 
+mod copies;
 pub mod holders;
 pub mod mirror;
 mod orphans;

@@ -268,6 +268,27 @@ fn one_content_under_two_names_goes_with_the_last() {
     }
 }
 
+/// An engine may give a name to other content later; the old content is no longer there under that name.
+#[test]
+fn a_name_that_moves_takes_its_block_along() {
+    let mut tree = Tree::default();
+    let mut mirror = Mirror::new(1);
+    let mut store = |tree: &mut Tree, name: u64, tokens: [u32; 2]| {
+        let hashes = [EngineHash(name)];
+        let stored =
+            Stored { hashes: &hashes, parent: None, tokens: &tokens, block_size: 2, copy: DEVICE, identities: &[] };
+        mirror.apply(tree, &Event::Stored(stored));
+        mirror.plain_blocks()
+    };
+    store(&mut tree, 5, [1, 2]);
+    assert_eq!(store(&mut tree, 5, [3, 4]), prompt_blocks(&[3, 4], 2));
+    assert_eq!((depths(&mut tree, &[1, 2]), depths(&mut tree, &[3, 4])), (vec![], vec![(1, 1)]));
+    store(&mut tree, 6, [3, 4]);
+    store(&mut tree, 5, [1, 2]);
+    assert_eq!((depths(&mut tree, &[1, 2]), depths(&mut tree, &[3, 4])), (vec![(1, 1)], vec![(1, 1)]));
+    tree.check();
+}
+
 #[test]
 fn media_and_groups_are_counted_apart() {
     let tokens = [1, 2];

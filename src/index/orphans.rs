@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use hashbrown::HashMap;
 
-use super::mirror::Copies;
+use super::copies::Copies;
 use crate::events::{CopyKey, EngineHash};
 use crate::limits::ORPHAN_BLOCKS_MAX;
 

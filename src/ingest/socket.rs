@@ -1,6 +1,9 @@
 //! One SUB socket per (worker, rank): options, addresses, and whether the publisher is there. Never reads a message's meaning.
 
-use crate::limits::EVENT_MESSAGE_BYTES_MAX;
+use zmq::SocketEvent;
+
+use crate::events::frame;
+use crate::limits::{EVENT_FRAMES_MAX, EVENT_MESSAGE_BYTES_MAX};
 
 /// First wait before a new connection attempt, and the cap that it doubles up to, ms.
 const RECONNECT_MS: i32 = 100;
@@ -38,6 +41,70 @@ pub(super) fn configure(socket: &zmq::Socket) -> Result<(), zmq::Error> {
     socket.set_heartbeat_timeout(HEARTBEAT_TIMEOUT_MS)?;
     socket.set_heartbeat_ttl(HEARTBEAT_TIMEOUT_MS)?;
     Ok(())
+}
+
+/// A rank's subscription and the monitor that tells whether its publisher is there.
+pub(super) struct Subscription {
+    pub events: zmq::Socket,
+    pub monitor: zmq::Socket,
+}
+
+impl Subscription {
+    /// `name` is unique within the context.
+    pub fn open(context: &zmq::Context, endpoint: &str, name: u64) -> Result<Self, zmq::Error> {
+        let events = context.socket(zmq::SUB)?;
+        configure(&events)?;
+        events.set_subscribe(b"")?;
+        // Before the connection, so that its handshake is not missed.
+        let address = format!("inproc://infera-events-{name}");
+        let wanted =
+            i32::from(SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()) | i32::from(SocketEvent::DISCONNECTED.to_raw());
+        events.monitor(&address, wanted)?;
+        let monitor = context.socket(zmq::PAIR)?;
+        monitor.set_linger(0)?;
+        monitor.connect(&address)?;
+        events.connect(endpoint)?;
+        Ok(Self { events, monitor })
+    }
+
+    /// Reads what the monitor has to say; the last word, if there was any: connected or not.
+    pub fn connection_change(&self) -> Option<bool> {
+        let mut last = None;
+        while let Ok(event) = self.monitor.recv_bytes(zmq::DONTWAIT) {
+            // First frame: event number (16 bits) and value; second frame: address.
+            while self.monitor.get_rcvmore().unwrap_or(false) && self.monitor.recv_bytes(zmq::DONTWAIT).is_ok() {}
+            if let Some(number) = event.first_chunk::<2>() {
+                last = Some(u16::from_ne_bytes(*number) == SocketEvent::HANDSHAKE_SUCCEEDED.to_raw());
+            }
+        }
+        last
+    }
+}
+
+/// A DEALER socket that has asked for every batch from `start` on. The engine answers when it next looks, which may take
+/// it a tenth of a second.
+pub(super) fn ask_replay(context: &zmq::Context, endpoint: &str, start: u64) -> Result<zmq::Socket, zmq::Error> {
+    let socket = context.socket(zmq::DEALER)?;
+    configure(&socket)?;
+    socket.connect(endpoint)?;
+    socket.send_multipart(frame::replay_request(start), zmq::DONTWAIT)?;
+    Ok(socket)
+}
+
+/// Reads one message, if there is one, into `frames`. Frames beyond the bound, which is past what any message form has, are
+/// read and dropped.
+pub(super) fn receive(socket: &zmq::Socket, frames: &mut Vec<zmq::Message>) -> bool {
+    frames.clear();
+    loop {
+        let Ok(frame) = socket.recv_msg(zmq::DONTWAIT) else { return !frames.is_empty() };
+        let has_more = frame.get_more();
+        if frames.len() < EVENT_FRAMES_MAX {
+            frames.push(frame);
+        }
+        if !has_more {
+            return true;
+        }
+    }
 }
 
 /// Address of rank `rank`, which publishes on the port of rank 0 plus `rank`. `None` for an address without a port or

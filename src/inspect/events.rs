@@ -61,7 +61,7 @@ impl Inspector {
     }
 
     /// Applies one live message and describes the view after it.
-    pub fn message<F: AsRef<[u8]>>(&mut self, frames: &[F]) -> Line {
+    pub fn message<F: std::ops::Deref<Target = [u8]>>(&mut self, frames: &[F]) -> Line {
         let (mut applied, mut skipped) = (0, 0);
         let (seq, error) = match frame::live(frames) {
             Err(error) => (None, Some(error)),

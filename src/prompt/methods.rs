@@ -108,10 +108,12 @@ fn split(text: &str, args: &[Value], from_right: bool) -> Result<Vec<Value>, Err
     Ok(parts.into_iter().map(Value::from).collect())
 }
 
-/// Runs of whitespace separate; the last part of a limited split keeps its inner whitespace.
+/// Runs of whitespace separate. The part at which the limit stops keeps the whitespace at its far end.
 fn split_whitespace(text: &str, limit: usize, from_right: bool) -> Vec<&str> {
+    let near_trimmed =
+        |text| if from_right { str::trim_end_matches(text, is_space) } else { str::trim_start_matches(text, is_space) };
     let mut parts = Vec::new();
-    let mut rest = text.trim_matches(is_space);
+    let mut rest = near_trimmed(text);
     while !rest.is_empty() {
         let cut = if from_right { rest.rfind(is_space) } else { rest.find(is_space) };
         let Some(at) = cut.filter(|_| parts.len() + 1 < limit) else {
@@ -119,13 +121,8 @@ fn split_whitespace(text: &str, limit: usize, from_right: bool) -> Vec<&str> {
             break;
         };
         let after = at + rest[at..].chars().next().map_or(1, char::len_utf8);
-        if from_right {
-            parts.push(&rest[after..]);
-            rest = rest[..at].trim_end_matches(is_space);
-        } else {
-            parts.push(&rest[..at]);
-            rest = rest[after..].trim_start_matches(is_space);
-        }
+        parts.push(if from_right { &rest[after..] } else { &rest[..at] });
+        rest = near_trimmed(if from_right { &rest[..at] } else { &rest[after..] });
     }
     if from_right {
         parts.reverse();

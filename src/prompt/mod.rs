@@ -9,6 +9,7 @@ pub mod pool;
 
 mod content_form;
 mod encoder;
+mod environment;
 mod hugging_face;
 mod methods;
 mod model_files;
@@ -18,6 +19,8 @@ mod refusal;
 mod request;
 mod sglang;
 mod template;
+#[cfg(test)]
+mod template_tests;
 mod tree;
 mod vllm;
 

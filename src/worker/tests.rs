@@ -199,3 +199,23 @@ fn event_endpoints() {
         assert!(check_events_endpoint(bad).is_err(), "{bad}");
     }
 }
+
+#[test]
+fn damaged_records_are_errors_or_records_never_panics() {
+    let whole = br#"{"worker_id":"w","url":"http://[::1]:1/p","disagg_mode":"decode","kv_block_size":16,"dp_size":4,"kv_events_endpoint":"tcp://[::1]:5557"}"#;
+    assert!(WorkerRecord::parse(whole).is_ok());
+    for cut in 0..whole.len() {
+        assert!(WorkerRecord::parse(&whole[..cut]).is_err(), "cut at {cut}");
+    }
+    // Every byte replaced by every other: whatever is accepted still has a usable URL and numbers in range.
+    for place in 0..whole.len() {
+        for byte in 0..=255 {
+            let mut damaged = whole.to_vec();
+            damaged[place] = byte;
+            if let Ok(parsed) = WorkerRecord::parse(&damaged) {
+                assert!(parsed.record.endpoint().is_ok(), "{:?}", parsed.record);
+                assert!(parsed.record.kv_block_size != Some(0) && parsed.record.rank_count() <= 1024);
+            }
+        }
+    }
+}

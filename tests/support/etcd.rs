@@ -156,11 +156,22 @@ impl Etcd {
         std::fs::remove_dir_all(self.data.path().join("data")).expect("the data directory is ours");
     }
 
-    fn call<T>(&self, step: impl AsyncFnOnce(Client) -> Result<T, etcd_client::Error>) -> T {
-        self.runtime.block_on(async {
-            let call = async { step(Client::connect([self.endpoint()], None).await?).await };
-            tokio::time::timeout(PATIENCE, call).await.expect("etcd answers in time").expect("etcd accepts")
-        })
+    /// Repeats a step until it succeeds: a cluster that has just lost its leader refuses for a while. Steps must not
+    /// mind being done twice.
+    fn call<T>(&self, step: impl AsyncFn(Client) -> Result<T, etcd_client::Error>) -> T {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let outcome = self.runtime.block_on(async {
+                let call = async { step(Client::connect([self.endpoint()], None).await?).await };
+                tokio::time::timeout(Duration::from_secs(5), call).await
+            });
+            match outcome {
+                Ok(Ok(value)) => return value,
+                _ if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
+                Ok(Err(error)) => panic!("etcd refuses: {error}"),
+                Err(_) => panic!("etcd does not answer"),
+            }
+        }
     }
 
     pub fn put(&self, key: &str, value: &str) {

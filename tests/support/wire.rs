@@ -44,7 +44,7 @@ impl Wire {
                     let shared = shared.clone();
                     std::thread::spawn(move || pump(from, to, &shared));
                 }
-                shared.streams.lock().unwrap().extend([inbound, outbound]);
+                shared.streams.lock().expect("no holder panics").extend([inbound, outbound]);
             }
         });
         Wire { address, state }
@@ -78,7 +78,7 @@ impl Wire {
     }
 
     fn close(&self) {
-        for stream in self.state.streams.lock().unwrap().drain(..) {
+        for stream in self.state.streams.lock().expect("no holder panics").drain(..) {
             drop(stream.shutdown(Shutdown::Both));
         }
     }

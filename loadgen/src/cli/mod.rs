@@ -1,6 +1,7 @@
 //! Owns the subcommands' flags and the choice between them.
 
 mod engine;
+mod run;
 
 use std::process::ExitCode;
 
@@ -18,6 +19,8 @@ struct Arguments {
 enum Command {
     /// Run simulated engines until interrupted.
     Engine(engine::EngineArguments),
+    /// Send a workload to a router or an engine and report latencies.
+    Run(run::RunArguments),
 }
 
 pub fn main() -> ExitCode {
@@ -25,6 +28,7 @@ pub fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let outcome = match Arguments::parse().command {
         Command::Engine(arguments) => engine::run(arguments),
+        Command::Run(arguments) => run::run(arguments),
     };
     match outcome {
         Ok(code) => code,
@@ -40,5 +44,14 @@ pub(crate) fn wait_for_interrupt() -> anyhow::Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
     signals.forever().next();
+    Ok(())
+}
+
+/// Sets `flag` on SIGINT or SIGTERM; a second signal ends the process as if nobody listened.
+pub(crate) fn interrupt_sets(flag: &std::sync::Arc<std::sync::atomic::AtomicBool>) -> anyhow::Result<()> {
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register_conditional_default(signal, flag.clone())?;
+        signal_hook::flag::register(signal, flag.clone())?;
+    }
     Ok(())
 }

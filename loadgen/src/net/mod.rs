@@ -1,5 +1,6 @@
 //! The small network layer of this crate: runtime, in-thread signals, HTTP/1.1 on both sides. Never parses JSON.
 
+pub mod client;
 pub mod runtime;
 pub mod server;
 pub mod signal;

@@ -1,5 +1,5 @@
-//! Owns waiting between tasks of one thread: a latch that opens once for all, a queue with one reader. Never crosses
-//! threads.
+//! Owns waiting between tasks of one thread: a latch that opens once for all, a queue with one reader, permits handed
+//! out in order of asking. Never crosses threads.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
@@ -103,5 +103,74 @@ impl<T> Queue<T> {
             }
         })
         .await
+    }
+}
+
+/// A number of permits; who asked first gets the next free one.
+#[derive(Clone, Default)]
+pub struct Permits(Rc<PermitsState>);
+
+#[derive(Default)]
+struct PermitsState {
+    free: Cell<usize>,
+    next: Cell<u64>,
+    waiting: RefCell<BTreeMap<u64, Waker>>,
+}
+
+impl Permits {
+    pub fn new(free: usize) -> Permits {
+        let permits = Permits::default();
+        permits.0.free.set(free);
+        permits
+    }
+
+    pub fn release(&self) {
+        self.0.free.set(self.0.free.get() + 1);
+        self.wake_first();
+    }
+
+    pub fn acquire(&self) -> PermitWait {
+        let key = self.0.next.get();
+        self.0.next.set(key + 1);
+        PermitWait { permits: self.clone(), key }
+    }
+
+    fn wake_first(&self) {
+        if self.0.free.get() > 0
+            && let Some(waker) = self.0.waiting.borrow().values().next()
+        {
+            waker.wake_by_ref();
+        }
+    }
+}
+
+/// Resolves with one permit taken; forgets its place when dropped.
+pub struct PermitWait {
+    permits: Permits,
+    key: u64,
+}
+
+impl Future for PermitWait {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let state = &self.permits.0;
+        let mut waiting = state.waiting.borrow_mut();
+        let first = waiting.keys().next().is_none_or(|first| *first >= self.key);
+        if first && state.free.get() > 0 {
+            state.free.set(state.free.get() - 1);
+            waiting.remove(&self.key);
+            return Poll::Ready(());
+        }
+        waiting.insert(self.key, context.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl Drop for PermitWait {
+    fn drop(&mut self) {
+        self.permits.0.waiting.borrow_mut().remove(&self.key);
+        // Whoever is first now may have been passed over by the wake-up that came here.
+        self.permits.wake_first();
     }
 }

@@ -86,9 +86,7 @@ pub(crate) fn parse(bytes: &[u8], headers_max: usize) -> Result<RequestHead, Ref
 
 fn refusal_of(error: httparse::Error, bytes: &[u8]) -> Refusal {
     match error {
-        httparse::Error::TooManyHeaders => {
-            refuse(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "too many header lines")
-        }
+        httparse::Error::TooManyHeaders => refuse(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "too many header lines"),
         httparse::Error::Version if names_a_version(bytes) => {
             refuse(StatusCode::HTTP_VERSION_NOT_SUPPORTED, "an HTTP version other than 1.0 and 1.1")
         }

@@ -110,7 +110,11 @@ impl TestService {
     /// Fetches a result from another thread.
     async fn ticket(&self, responder: &mut Responder, lost: bool) {
         let (completion, pending) = self.context.mailbox.ticket::<String>();
-        let worker = std::thread::spawn(move || if !lost { completion.complete(String::from("from afar")) });
+        let worker = std::thread::spawn(move || {
+            if !lost {
+                completion.complete(String::from("from afar"))
+            }
+        });
         let result = pending.await.unwrap_or_else(|| String::from("lost"));
         worker.join().expect("the worker ends");
         let _ = responder.send(plain(StatusCode::OK, result)).await;
@@ -185,14 +189,17 @@ impl TestEngine {
         TestEngine::configured(driver, upstream, |_| {})
     }
 
-    pub fn configured(driver: DriverChoice, upstream: SocketAddr, change: impl FnOnce(&mut EngineConfig)) -> TestEngine {
+    pub fn configured(
+        driver: DriverChoice,
+        upstream: SocketAddr,
+        change: impl FnOnce(&mut EngineConfig),
+    ) -> TestEngine {
         let mut config = EngineConfig::new(SocketAddr::from(([127, 0, 0, 1], 0)));
         config.driver = driver;
         change(&mut config);
         let seen = Arc::new(Seen::default());
         let shared = seen.clone();
-        let engine =
-            Engine::start(config, move |context| TestService { context, upstream, seen: shared.clone() });
+        let engine = Engine::start(config, move |context| TestService { context, upstream, seen: shared.clone() });
         TestEngine { engine: Some(engine.expect("the engine starts")), seen }
     }
 
@@ -296,7 +303,9 @@ impl Client {
                 true
             }
             Err(error) if error.kind() == ErrorKind::ConnectionReset => false,
-            Err(error) => panic!("no answer within the deadline: {error}; so far {:?}", String::from_utf8_lossy(&self.pending)),
+            Err(error) => {
+                panic!("no answer within the deadline: {error}; so far {:?}", String::from_utf8_lossy(&self.pending))
+            }
         }
     }
 
@@ -313,7 +322,12 @@ impl Client {
             if let Some(at) = self.pending.windows(end.len()).position(|window| window == end) {
                 return self.take(at + end.len());
             }
-            assert!(self.fill(), "cut before {:?}: {:?}", String::from_utf8_lossy(end), String::from_utf8_lossy(&self.pending));
+            assert!(
+                self.fill(),
+                "cut before {:?}: {:?}",
+                String::from_utf8_lossy(end),
+                String::from_utf8_lossy(&self.pending)
+            );
         }
     }
 
@@ -381,7 +395,8 @@ impl Served {
         loop {
             if let Some(end) = self.pending.windows(4).position(|window| window == b"\r\n\r\n") {
                 let head = String::from_utf8_lossy(&self.pending[..end + 4]).into_owned();
-                let length = head.lines().find_map(|line| line.strip_prefix("Content-Length: ")?.parse().ok()).unwrap_or(0);
+                let length =
+                    head.lines().find_map(|line| line.strip_prefix("Content-Length: ")?.parse().ok()).unwrap_or(0);
                 if self.pending.len() >= end + 4 + length {
                     let rest = self.pending.split_off(end + 4 + length);
                     let message = std::mem::replace(&mut self.pending, rest);
@@ -417,7 +432,8 @@ impl Served {
     }
 }
 
-/// An upstream that runs `script` on a thread per connection.
+/// An upstream that runs `script` on a thread per connection. Its drop waits for the scripts, so the engine must be
+/// dropped before it: declare it first.
 pub struct Upstream {
     pub address: SocketAddr,
     pub connections: Arc<AtomicUsize>,
@@ -425,7 +441,6 @@ pub struct Upstream {
     pub closed: Arc<AtomicUsize>,
     stop: Arc<AtomicBool>,
     acceptor: Option<JoinHandle<()>>,
-    open: Arc<Mutex<Vec<TcpStream>>>,
 }
 
 impl Upstream {
@@ -435,8 +450,7 @@ impl Upstream {
         let connections = Arc::new(AtomicUsize::new(0));
         let closed = Arc::new(AtomicUsize::new(0));
         let stop = Arc::new(AtomicBool::new(false));
-        let open = Arc::new(Mutex::new(Vec::new()));
-        let (count, gone, stopping, kept) = (connections.clone(), closed.clone(), stop.clone(), open.clone());
+        let (count, gone, stopping) = (connections.clone(), closed.clone(), stop.clone());
         let acceptor = std::thread::spawn(move || {
             let script = Arc::new(script);
             let mut threads = Vec::new();
@@ -446,7 +460,7 @@ impl Upstream {
                 }
                 let stream = stream.expect("accepts");
                 stream.set_nodelay(true).expect("no delay");
-                kept.lock().expect("not poisoned").push(stream.try_clone().expect("a second handle"));
+                stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
                 let number = count.fetch_add(1, Ordering::SeqCst);
                 let served = Served { stream, number, pending: Vec::new(), closed: gone.clone() };
                 let script = script.clone();
@@ -456,7 +470,7 @@ impl Upstream {
                 let _ = thread.join();
             }
         });
-        Upstream { address, connections, closed, stop, acceptor: Some(acceptor), open }
+        Upstream { address, connections, closed, stop, acceptor: Some(acceptor) }
     }
 
     /// Answers every request with 200 and its body.
@@ -477,9 +491,6 @@ impl Drop for Upstream {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         let _ = TcpStream::connect(self.address);
-        for stream in self.open.lock().expect("not poisoned").drain(..) {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        }
         if let Some(acceptor) = self.acceptor.take() {
             let _ = acceptor.join();
         }
@@ -505,4 +516,3 @@ pub fn cpu_time() -> Duration {
     // utime and stime are the 12th and 13th after the name; the state letter is not a number.
     Duration::from_millis((fields[10] + fields[11]) * 10)
 }
-

@@ -1,0 +1,166 @@
+//! Owns the numbers of a run: histograms, counters, error classes. Never prints.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+
+use super::answer::Usage;
+use crate::net::client::ClientError;
+
+/// Longest latency told apart: one hour.
+const LATENCY_MICROS_MAX: u64 = 3_600_000_000;
+
+/// A latency distribution in microseconds, three significant digits.
+#[derive(Clone, Debug)]
+pub struct Latencies(Histogram<u64>);
+
+impl Default for Latencies {
+    fn default() -> Latencies {
+        Latencies(Histogram::new_with_bounds(1, LATENCY_MICROS_MAX, 3).expect("bounds are valid"))
+    }
+}
+
+impl Latencies {
+    pub fn record(&mut self, latency: Duration) {
+        self.0.saturating_record((latency.as_micros() as u64).max(1));
+    }
+
+    pub fn count(&self) -> u64 {
+        self.0.len()
+    }
+
+    /// 0 when empty.
+    pub fn mean_ms(&self) -> f64 {
+        if self.0.is_empty() { 0.0 } else { self.0.mean() / 1000.0 }
+    }
+
+    /// `share` in 0 to 1.
+    pub fn quantile_ms(&self, share: f64) -> f64 {
+        if self.0.is_empty() { 0.0 } else { self.0.value_at_quantile(share) as f64 / 1000.0 }
+    }
+
+    pub fn max_ms(&self) -> f64 {
+        self.0.max() as f64 / 1000.0
+    }
+}
+
+/// Why a request counts as an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Failure {
+    Connect,
+    NoAnswer,
+    Truncated,
+    Malformed,
+    Timeout,
+    Status(u16),
+    /// An error object within a stream.
+    StreamError,
+    /// The answer differs from the one expected.
+    WrongContent,
+    Interrupted,
+}
+
+impl Failure {
+    /// Name in reports.
+    pub fn name(self) -> String {
+        match self {
+            Failure::Connect => "connect".into(),
+            Failure::NoAnswer => "no_answer".into(),
+            Failure::Truncated => "truncated".into(),
+            Failure::Malformed => "malformed".into(),
+            Failure::Timeout => "timeout".into(),
+            Failure::Status(status) => format!("http_{status}"),
+            Failure::StreamError => "stream_error".into(),
+            Failure::WrongContent => "wrong_content".into(),
+            Failure::Interrupted => "interrupted".into(),
+        }
+    }
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Failure {
+        match error {
+            ClientError::Connect(_) => Failure::Connect,
+            ClientError::NoAnswer => Failure::NoAnswer,
+            ClientError::Truncated => Failure::Truncated,
+            ClientError::Malformed => Failure::Malformed,
+        }
+    }
+}
+
+/// One request's life. Latencies count from `intended`, when the schedule wanted it sent: a request that had to wait
+/// for its turn because others were slow has that wait in its latency (coordinated omission).
+#[derive(Clone, Debug)]
+pub struct Exchange {
+    pub index: usize,
+    pub intended: Instant,
+    pub sent: Instant,
+    pub first_content: Option<Instant>,
+    pub ended: Instant,
+    /// Gaps between reads that brought text.
+    pub gaps: Vec<Duration>,
+    pub usage: Option<Usage>,
+    pub content_events: u64,
+    pub outcome: Result<(), Failure>,
+}
+
+/// Everything counted in a run.
+#[derive(Clone, Debug, Default)]
+pub struct Record {
+    pub requests: u64,
+    pub errors: BTreeMap<Failure, u64>,
+    pub ttft: Latencies,
+    /// From the moment of sending: what the server alone is to blame for.
+    pub ttft_from_send: Latencies,
+    pub inter_token: Latencies,
+    pub end_to_end: Latencies,
+    /// How late the generator itself was in starting requests.
+    pub send_lag: Latencies,
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+    /// Requests whose usage told cached tokens.
+    pub cached_known: u64,
+    pub output_tokens: u64,
+    /// Per request, in order of completion: seconds since the start, TTFT in milliseconds.
+    pub ttft_series: Vec<(f64, f64)>,
+}
+
+impl Record {
+    pub fn add(&mut self, exchange: &Exchange, start: Instant) {
+        self.requests += 1;
+        if let Err(failure) = exchange.outcome {
+            *self.errors.entry(failure).or_default() += 1;
+            return;
+        }
+        if let Some(first) = exchange.first_content {
+            let ttft = first.saturating_duration_since(exchange.intended);
+            self.ttft.record(ttft);
+            self.ttft_from_send.record(first.saturating_duration_since(exchange.sent));
+            let since_start = exchange.intended.saturating_duration_since(start).as_secs_f64();
+            self.ttft_series.push((since_start, ttft.as_secs_f64() * 1000.0));
+        }
+        self.end_to_end.record(exchange.ended.saturating_duration_since(exchange.intended));
+        exchange.gaps.iter().for_each(|gap| self.inter_token.record(*gap));
+        match exchange.usage {
+            Some(usage) => {
+                self.output_tokens += usage.completion_tokens;
+                self.prompt_tokens += usage.prompt_tokens;
+                if let Some(cached) = usage.cached_tokens() {
+                    self.cached_known += 1;
+                    self.cached_tokens += cached;
+                }
+            }
+            None => self.output_tokens += exchange.content_events,
+        }
+    }
+
+    pub fn errors_total(&self) -> u64 {
+        self.errors.values().sum()
+    }
+
+    /// Cached share of all prompt tokens; `None` when no server told.
+    pub fn hit_rate(&self) -> Option<f64> {
+        (self.cached_known > 0 && self.prompt_tokens > 0).then(|| self.cached_tokens as f64 / self.prompt_tokens as f64)
+    }
+}

@@ -1,0 +1,109 @@
+//! Owns what a run looks like on paper: the JSON report and the text table. Never measures.
+
+use serde_json::{Value, json};
+
+use super::driver::{Pace, RunConfig, RunResult};
+use super::record::Latencies;
+
+/// The generator kept its schedule when requests started at most this late (99th percentile), with CPU to spare.
+const SEND_LAG_MS_MAX: f64 = 10.0;
+const CPU_SHARE_MAX: f64 = 0.9;
+
+/// Whether the generator, not the server, limited the run.
+pub fn is_saturated(result: &RunResult) -> bool {
+    result.record.send_lag.quantile_ms(0.99) > SEND_LAG_MS_MAX || result.cpu_share > CPU_SHARE_MAX
+}
+
+/// A distribution as JSON, milliseconds.
+pub fn latencies(values: &Latencies) -> Value {
+    let round = |value: f64| (value * 1000.0).round() / 1000.0;
+    json!({"count": values.count(), "mean": round(values.mean_ms()), "p50": round(values.quantile_ms(0.5)),
+        "p90": round(values.quantile_ms(0.9)), "p95": round(values.quantile_ms(0.95)),
+        "p99": round(values.quantile_ms(0.99)), "p999": round(values.quantile_ms(0.999)),
+        "max": round(values.max_ms())})
+}
+
+/// Completed requests per second.
+pub fn throughput_rps(result: &RunResult) -> f64 {
+    let good = result.record.requests - result.record.errors_total();
+    good as f64 / result.duration.as_secs_f64().max(1e-9)
+}
+
+/// The members that every kind of report shares.
+pub fn core_json(result: &RunResult) -> Value {
+    let record = &result.record;
+    let errors: serde_json::Map<String, Value> =
+        record.errors.iter().map(|(failure, count)| (failure.name(), json!(count))).collect();
+    json!({
+        "requests": record.requests,
+        "errors": record.errors_total(),
+        "errors_by_class": errors,
+        "hit_rate": record.hit_rate(),
+        "ttft_ms": latencies(&record.ttft),
+        "ttft_from_send_ms": latencies(&record.ttft_from_send),
+        "inter_token_ms": latencies(&record.inter_token),
+        "end_to_end_ms": latencies(&record.end_to_end),
+        "throughput_rps": throughput_rps(result),
+        "output_tokens_per_second": record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "duration_seconds": result.duration.as_secs_f64(),
+        "generator": {"send_lag_ms": latencies(&record.send_lag), "cpu_share": result.cpu_share,
+            "saturated": is_saturated(result)},
+        "interrupted": result.interrupted,
+    })
+}
+
+/// The report of `loadgen run`.
+pub fn run_json(config: &RunConfig, result: &RunResult) -> Value {
+    let pace = match config.pace {
+        Pace::Open { rate } => json!({"open_loop_rps": rate}),
+        Pace::Closed { concurrency } => json!({"closed_loop_concurrency": concurrency}),
+    };
+    let mut report = json!({"schema": "loadgen.run/1", "target": config.target, "workload": config.workload,
+        "pace": pace, "warmup": config.warmup});
+    if let (Value::Object(report), Value::Object(core)) = (&mut report, core_json(result)) {
+        report.extend(core);
+    }
+    report
+}
+
+/// The report as text.
+pub fn table(result: &RunResult) -> String {
+    let record = &result.record;
+    let mut out = String::new();
+    let hit_rate = record.hit_rate().map_or("not reported".into(), |rate| format!("{:.1} %", rate * 100.0));
+    out.push_str(&format!(
+        "requests {}   errors {}   hit rate {hit_rate}   {:.2} requests/s   {:.1} tokens/s   {:.1} s\n",
+        record.requests,
+        record.errors_total(),
+        throughput_rps(result),
+        record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
+        result.duration.as_secs_f64(),
+    ));
+    out.push_str(&format!("{:<22}{:>9}{:>9}{:>9}{:>9}{:>9}\n", "milliseconds", "mean", "p50", "p90", "p99", "max"));
+    for (name, values) in [
+        ("time to first token", &record.ttft),
+        ("between tokens", &record.inter_token),
+        ("end to end", &record.end_to_end),
+    ] {
+        let shown = [0.5, 0.9, 0.99].map(|share| format!("{:>9.1}", values.quantile_ms(share))).concat();
+        out.push_str(&format!("{name:<22}{:>9.1}{shown}{:>9.1}\n", values.mean_ms(), values.max_ms()));
+    }
+    for (failure, count) in &record.errors {
+        out.push_str(&format!("error {:<16}{count:>9}\n", failure.name()));
+    }
+    if let Some(text) = result.first_error.as_ref().filter(|text| !text.is_empty()) {
+        out.push_str(&format!("first error: {text}\n"));
+    }
+    if is_saturated(result) {
+        out.push_str(&format!(
+            "WARNING: the generator itself was the limit (start lag p99 {:.1} ms, {:.0} % of a core): \
+             latencies above include its own delays\n",
+            record.send_lag.quantile_ms(0.99),
+            result.cpu_share * 100.0
+        ));
+    }
+    out
+}

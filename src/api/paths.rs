@@ -1,0 +1,107 @@
+//! Method and path to endpoint.
+
+use http::Method;
+
+/// What a request asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// `POST /v1/chat/completions`: routed by its rendered prompt.
+    ChatCompletions,
+    /// `POST /v1/completions`: routed by its prompt.
+    Completions,
+    /// `GET /v1/models`.
+    Models,
+    /// `GET /v1/models/<id>`.
+    Model(String),
+    /// `GET /v1/workers`.
+    Workers,
+    /// `GET /health`: the process is alive.
+    Health,
+    /// `GET /ready`: at least one routable worker, and not draining.
+    Ready,
+    /// `GET /metrics`.
+    Metrics,
+    /// `GET /v1/admin/cache-view/<worker_id>`; the worker id is percent-decoded.
+    CacheView(String),
+    /// Any other `/v1/*`: forwarded to a worker of the named model, chosen by load.
+    Forward,
+    /// A known path with a method it does not take; `Allow` is given.
+    WrongMethod(&'static str),
+    Unknown,
+}
+
+const CACHE_VIEW: &str = "/v1/admin/cache-view/";
+const MODELS: &str = "/v1/models/";
+
+/// `target` is the request target as sent; its query is not looked at.
+pub fn endpoint(method: &Method, target: &str) -> Endpoint {
+    let path = target.split(['?', '#']).next().unwrap_or_default();
+    let get = |endpoint| {
+        if matches!(*method, Method::GET | Method::HEAD) { endpoint } else { Endpoint::WrongMethod("GET, HEAD") }
+    };
+    let post = |endpoint| if *method == Method::POST { endpoint } else { Endpoint::WrongMethod("POST") };
+    match path {
+        "/v1/chat/completions" => post(Endpoint::ChatCompletions),
+        "/v1/completions" => post(Endpoint::Completions),
+        "/v1/models" => get(Endpoint::Models),
+        "/v1/workers" => get(Endpoint::Workers),
+        "/health" => get(Endpoint::Health),
+        "/ready" => get(Endpoint::Ready),
+        "/metrics" => get(Endpoint::Metrics),
+        _ if path.starts_with(CACHE_VIEW) => get(Endpoint::CacheView(percent_decoded(&path[CACHE_VIEW.len()..]))),
+        _ if path.starts_with(MODELS) => get(Endpoint::Model(percent_decoded(&path[MODELS.len()..]))),
+        _ if path.starts_with("/v1/admin/") => Endpoint::Unknown,
+        _ if path.starts_with("/v1/") => Endpoint::Forward,
+        _ => Endpoint::Unknown,
+    }
+}
+
+/// Value of one query parameter, percent-decoded; the first one wins.
+pub fn query_parameter(target: &str, name: &str) -> Option<String> {
+    let (_, query) = target.split_once('?')?;
+    let query = query.split('#').next().unwrap_or_default();
+    query.split('&').find_map(|pair| {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        (key == name).then(|| percent_decoded(value))
+    })
+}
+
+fn percent_decoded(text: &str) -> String {
+    percent_encoding::percent_decode_str(text).decode_utf8_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(method: Method, target: &str, expected: Endpoint) {
+        assert_eq!(endpoint(&method, target), expected, "{method} {target}");
+    }
+
+    #[test]
+    fn every_path_has_one_meaning() {
+        check(Method::POST, "/v1/chat/completions", Endpoint::ChatCompletions);
+        check(Method::POST, "/v1/chat/completions?api-version=1", Endpoint::ChatCompletions);
+        check(Method::GET, "/v1/chat/completions", Endpoint::WrongMethod("POST"));
+        check(Method::POST, "/v1/completions", Endpoint::Completions);
+        check(Method::GET, "/v1/models", Endpoint::Models);
+        check(Method::GET, "/v1/models/org/name", Endpoint::Model("org/name".into()));
+        check(Method::HEAD, "/health", Endpoint::Health);
+        check(Method::POST, "/metrics", Endpoint::WrongMethod("GET, HEAD"));
+        check(Method::GET, "/v1/admin/cache-view/10.0.0.5:30000", Endpoint::CacheView("10.0.0.5:30000".into()));
+        check(Method::GET, "/v1/admin/cache-view/%5B::1%5D:80%23dp1", Endpoint::CacheView("[::1]:80#dp1".into()));
+        check(Method::POST, "/v1/embeddings", Endpoint::Forward);
+        check(Method::DELETE, "/v1/responses/abc", Endpoint::Forward);
+        check(Method::POST, "/v1/admin/unheard-of", Endpoint::Unknown);
+        check(Method::GET, "/", Endpoint::Unknown);
+        check(Method::GET, "/v2/models", Endpoint::Unknown);
+    }
+
+    #[test]
+    fn query_parameters_are_decoded_and_the_first_wins() {
+        assert_eq!(query_parameter("/x?dp_rank=3&dp_rank=4", "dp_rank").as_deref(), Some("3"));
+        assert_eq!(query_parameter("/x?a=1&model=org%2Fm", "model").as_deref(), Some("org/m"));
+        assert_eq!(query_parameter("/x", "model"), None);
+        assert_eq!(query_parameter("/x?model", "model").as_deref(), Some(""));
+    }
+}

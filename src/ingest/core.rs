@@ -1,0 +1,466 @@
+//! The ingest core's loop: events, the load ledger, fleet changes and publication, all on one thread. Sleeps while nothing
+//! happens; never waits for a shard, and frees what shards have let go.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::doorbell::Inbox;
+use super::rank::RankState;
+use super::registry::Registry;
+use super::socket::{Subscription, rank_endpoint, receive};
+use super::{IngestConfig, IngestStats};
+use crate::events::decode::{self, Decoder};
+use crate::events::frame;
+use crate::events::sequence::{Recovered, ReplayStep, Step};
+use crate::fleet::{DiscoveredWorker, Fleet, Slot};
+use crate::index::{RankStatus, SharedView, Tree, View};
+use crate::limits::EVENT_MESSAGES_PER_TURN;
+use crate::load::Ledger;
+use crate::worker::Name;
+
+pub(super) struct Core {
+    config: IngestConfig,
+    inbox: Arc<Inbox>,
+    stats: Arc<IngestStats>,
+    view: SharedView,
+    context: zmq::Context,
+    registry: Registry,
+    ledger: Ledger,
+    decoder: Decoder,
+    tree: Tree,
+    /// By slot.
+    ranks: Vec<Option<RankState>>,
+    fleet: Arc<Fleet>,
+    statuses: Arc<[Option<Arc<RankStatus>>]>,
+    /// The fleet, or a block size that it shows, has changed since the last publication.
+    is_fleet_changed: bool,
+    published_at: Option<Instant>,
+    /// Former views that some shard may still read.
+    retired: Vec<Arc<View>>,
+    frames: Vec<zmq::Message>,
+    subscriptions_opened: u64,
+    /// Slots whose lost batches have been asked for.
+    recovering: Vec<usize>,
+}
+
+/// What a poll item stands for.
+#[derive(Clone, Copy)]
+enum Source {
+    Events(usize),
+    Monitor(usize),
+    Replay(usize),
+}
+
+impl Core {
+    pub fn new(config: IngestConfig, inbox: Arc<Inbox>, stats: Arc<IngestStats>, view: SharedView) -> Self {
+        Self {
+            config,
+            inbox,
+            stats,
+            view,
+            context: zmq::Context::new(),
+            registry: Registry::default(),
+            ledger: Ledger::default(),
+            decoder: Decoder::default(),
+            tree: Tree::default(),
+            ranks: Vec::new(),
+            fleet: Arc::default(),
+            statuses: Arc::new([]),
+            is_fleet_changed: false,
+            published_at: None,
+            retired: Vec::new(),
+            frames: Vec::new(),
+            subscriptions_opened: 0,
+            recovering: Vec::new(),
+        }
+    }
+
+    pub fn run(mut self) {
+        let mut ready = Vec::new();
+        while !self.inbox.stop.load(Ordering::Acquire) {
+            self.stats.turns.add(1);
+            self.drain_ledger();
+            if let Some(workers) = self.inbox.fleet.pop() {
+                self.update_fleet(workers);
+            }
+            for source in ready.drain(..) {
+                match source {
+                    Source::Events(slot) => self.drain_events(slot),
+                    Source::Monitor(slot) => self.read_monitor(slot),
+                    Source::Replay(slot) => self.drain_replay(slot),
+                }
+                // A storm of events must not keep a booking from the other shards.
+                self.drain_ledger();
+            }
+            let replay_wait_ms = self.give_up_replays();
+            let publish_wait_ms = self.publish_if_due();
+            let wait_ms = match (publish_wait_ms, replay_wait_ms) {
+                (-1, other) | (other, -1) => other,
+                (publish, replay) => publish.min(replay),
+            };
+            self.wait(wait_ms, &mut ready);
+        }
+        // A request that ends after this moment still finds the queue; nobody reads the counters any more.
+        self.drain_ledger();
+    }
+
+    /// Sleeps until something happens, at most `wait_ms` (-1: for ever), and lists what is ready.
+    fn wait(&mut self, wait_ms: i64, ready: &mut Vec<Source>) {
+        let mut items = vec![zmq::PollItem::from_fd(self.inbox.bell.descriptor(), zmq::POLLIN)];
+        let mut sources = Vec::new();
+        for (slot, rank) in self.ranks.iter().enumerate() {
+            let Some(rank) = rank else { continue };
+            if let Some(replay) = &rank.replay {
+                items.push(replay.as_poll_item(zmq::POLLIN));
+                sources.push(Source::Replay(slot));
+            }
+            let Some(subscription) = &rank.subscription else { continue };
+            items.push(subscription.events.as_poll_item(zmq::POLLIN));
+            sources.push(Source::Events(slot));
+            items.push(subscription.monitor.as_poll_item(zmq::POLLIN));
+            sources.push(Source::Monitor(slot));
+        }
+        self.inbox.bell.fall_asleep();
+        let wait_ms = if self.inbox.is_empty() { wait_ms } else { 0 };
+        let polled = zmq::poll(&mut items, wait_ms);
+        self.inbox.bell.wake();
+        match polled {
+            Ok(_) => ready.extend(
+                items[1..].iter().zip(&sources).filter(|(item, _)| item.is_readable()).map(|(_, source)| *source),
+            ),
+            Err(zmq::Error::EINTR) => {}
+            Err(error) => {
+                tracing::error!(%error, "polling the KV-event sockets failed");
+                // Whatever it is must not turn into a busy loop.
+                std::thread::sleep(std::time::Duration::from_millis(100));
+            }
+        }
+    }
+
+    fn drain_ledger(&mut self) {
+        while let Some(message) = self.inbox.ledger.pop() {
+            self.ledger.apply(message);
+            self.stats.ledger_messages.add(1);
+        }
+    }
+
+    // Events -----------------------------------------------------------------------------------------------------
+
+    fn drain_events(&mut self, slot: usize) {
+        for _ in 0..EVENT_MESSAGES_PER_TURN {
+            let mut frames = std::mem::take(&mut self.frames);
+            let subscription =
+                self.ranks.get(slot).and_then(Option::as_ref).and_then(|rank| rank.subscription.as_ref());
+            let received = subscription.is_some_and(|subscription| receive(&subscription.events, &mut frames));
+            if received {
+                self.on_message(slot, &frames);
+            }
+            self.frames = frames;
+            if !received {
+                break;
+            }
+        }
+        self.frames.clear();
+    }
+
+    fn on_message(&mut self, slot: usize, frames: &[zmq::Message]) {
+        let now_ns = self.stats.now_ns();
+        let Some(rank) = self.ranks.get_mut(slot).and_then(Option::as_mut) else { return };
+        rank.status.last_message_ns.set(now_ns);
+        let live = match frame::live(frames) {
+            Ok(live) => live,
+            Err(error) => {
+                rank.status.messages_broken.add(1);
+                tracing::debug!(worker_id = %rank.status.worker_id, %error, "a KV-event message is skipped");
+                return;
+            }
+        };
+        match rank.sequence.on_live(live.sequence, live.payload, now_ns) {
+            Step::Apply => {}
+            Step::ResetAndApply { lost } => self.reset(slot, lost),
+            Step::Drop => {
+                rank.status.batches_repeated.add(1);
+                return;
+            }
+            Step::AskReplay { start, reset, .. } => {
+                if reset {
+                    self.reset(slot, 0);
+                }
+                self.ask_replay(slot, start);
+                return;
+            }
+            Step::Held => return,
+        }
+        self.apply(slot, live.payload);
+    }
+
+    fn ask_replay(&mut self, slot: usize, start: u64) {
+        let Some(rank) = self.ranks[slot].as_mut() else { return };
+        match rank.ask_replay(&self.context, start) {
+            Ok(()) => self.recovering.push(slot),
+            Err(error) => {
+                tracing::warn!(worker_id = %rank.status.worker_id, %error, "cannot ask for lost KV-event batches");
+                if let Some(recovered) = rank.sequence.on_replay_end() {
+                    self.end_replay(slot, recovered);
+                }
+            }
+        }
+    }
+
+    fn drain_replay(&mut self, slot: usize) {
+        for _ in 0..EVENT_MESSAGES_PER_TURN {
+            let mut frames = std::mem::take(&mut self.frames);
+            let socket = self.ranks.get(slot).and_then(Option::as_ref).and_then(|rank| rank.replay.as_ref());
+            let received = socket.is_some_and(|socket| receive(socket, &mut frames));
+            if received {
+                self.on_replay_message(slot, &frames);
+            }
+            self.frames = frames;
+            if !received {
+                break;
+            }
+        }
+        self.frames.clear();
+    }
+
+    fn on_replay_message(&mut self, slot: usize, frames: &[zmq::Message]) {
+        let now_ns = self.stats.now_ns();
+        let Some(rank) = self.ranks[slot].as_mut() else { return };
+        match frame::replay(frames) {
+            Err(_) => rank.status.messages_broken.add(1),
+            Ok(frame::Replay::End) => {
+                if let Some(recovered) = rank.sequence.on_replay_end() {
+                    self.end_replay(slot, recovered);
+                }
+            }
+            Ok(frame::Replay::Batch { sequence, payload }) => {
+                let step = rank.sequence.on_replay(sequence, now_ns);
+                if step == ReplayStep::Ignore {
+                    return;
+                }
+                rank.status.batches_replayed.add(1);
+                if let ReplayStep::ResetAndApply { lost } = step {
+                    self.reset(slot, lost);
+                }
+                self.apply(slot, payload);
+                let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished());
+                if let Some(recovered) = finished {
+                    self.end_replay(slot, recovered);
+                }
+            }
+        }
+    }
+
+    /// The replay is over, one way or the other: what was held back follows.
+    fn end_replay(&mut self, slot: usize, recovered: Recovered) {
+        if let Some(rank) = self.ranks[slot].as_mut() {
+            rank.replay = None;
+        }
+        if recovered.lost > 0 {
+            self.reset(slot, recovered.lost);
+        }
+        for batch in recovered.held {
+            self.apply(slot, &batch.payload);
+        }
+    }
+
+    /// Ends replays that make no progress; returns how long to sleep until the next one is due, ms (-1: none runs).
+    fn give_up_replays(&mut self) -> i64 {
+        if self.recovering.is_empty() {
+            return -1;
+        }
+        let now_ns = self.stats.now_ns();
+        let mut next_ns = u64::MAX;
+        for slot in std::mem::take(&mut self.recovering) {
+            let Some(rank) = self.ranks.get_mut(slot).and_then(Option::as_mut) else { continue };
+            if let Some(recovered) = rank.sequence.on_deadline(now_ns) {
+                tracing::warn!(worker_id = %rank.status.worker_id, "the replay of lost KV-event batches was not answered");
+                self.end_replay(slot, recovered);
+            } else if let Some(deadline_ns) = rank.sequence.deadline_ns() {
+                next_ns = next_ns.min(deadline_ns);
+                self.recovering.push(slot);
+            } else {
+                // Ended by a reset: the publisher began anew, or a second gap came.
+                rank.replay = None;
+            }
+        }
+        self.recovering.dedup();
+        if self.recovering.is_empty() { -1 } else { (next_ns.saturating_sub(now_ns) / 1_000_000 + 1) as i64 }
+    }
+
+    /// Forgets what a publisher has told. One that speaks for several ranks takes all of them along.
+    fn reset(&mut self, slot: usize, lost: u64) {
+        let Some(rank) = self.ranks[slot].as_mut() else { return };
+        rank.reset(&mut self.tree, lost);
+        if rank.rank_count > 1 {
+            let worker_id = rank.status.worker_id.clone();
+            for sibling in self.slots_of(&worker_id) {
+                if let Some(rank) = self.ranks[sibling].as_mut().filter(|rank| rank.is_fed_by(slot)) {
+                    rank.reset(&mut self.tree, 0);
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, slot: usize, payload: &[u8]) {
+        let slot = self.named_rank(slot, payload);
+        let Some(rank) = self.ranks[slot].as_mut() else { return };
+        let learned_before = rank.learned_block_size();
+        rank.apply(&mut self.decoder, &mut self.tree, payload);
+        if rank.learned_block_size() != learned_before {
+            self.is_fleet_changed = true;
+        }
+    }
+
+    /// The slot that a batch belongs to: the socket's, unless the batch names another rank of the same worker.
+    fn named_rank(&mut self, slot: usize, payload: &[u8]) -> usize {
+        let Some(rank) = self.ranks[slot].as_ref().filter(|rank| rank.rank_count > 1) else { return slot };
+        let named = match decode::rank(payload) {
+            Ok(Some(named)) if named != rank.status.rank && named < rank.rank_count => named,
+            _ => return slot,
+        };
+        let worker_id = rank.status.worker_id.clone();
+        let Some(other) = self.slots_of(&worker_id).get(named as usize).copied() else { return slot };
+        if let Some(rank) = self.ranks[other].as_mut() {
+            rank.set_fed_by(slot);
+        }
+        other
+    }
+
+    /// Slots of a worker's ranks, in rank order.
+    fn slots_of(&self, worker_id: &str) -> Vec<usize> {
+        let ranks = self.registry.get(worker_id).map(|registration| registration.ranks.as_slice()).unwrap_or_default();
+        ranks.iter().map(|rank| rank.slot.0 as usize).collect()
+    }
+
+    fn read_monitor(&mut self, slot: usize) {
+        let Some(rank) = self.ranks.get(slot).and_then(Option::as_ref) else { return };
+        let Some(connected) = rank.subscription.as_ref().and_then(Subscription::connection_change) else { return };
+        if rank.status.connected.swap(connected, Ordering::Relaxed) != connected {
+            tracing::info!(worker_id = %rank.status.worker_id, rank = rank.status.rank, connected, "KV-event publisher");
+        }
+    }
+
+    // Fleet ------------------------------------------------------------------------------------------------------
+
+    fn update_fleet(&mut self, workers: Vec<DiscoveredWorker>) {
+        let changes = self.registry.update(workers);
+        for slot in changes.left {
+            // Events still queued in the socket go with it, so nothing of a former registration comes later.
+            if let Some(rank) = self.ranks.get_mut(slot.0 as usize).and_then(Option::take) {
+                rank.leave(&mut self.tree);
+            }
+            self.registry.release(slot);
+        }
+        for id in &changes.joined {
+            self.open_ranks(id);
+        }
+        self.ranks.truncate(self.registry.slot_bound());
+        self.follow_records();
+        self.statuses = (0..self.registry.slot_bound())
+            .map(|slot| self.ranks.get(slot)?.as_ref().map(|rank| rank.status.clone()))
+            .collect();
+        self.is_fleet_changed = true;
+        self.stats.fleet_updates.add(1);
+    }
+
+    /// Takes over what records have come to say without being a new registration: addresses and block sizes that were not
+    /// known before.
+    fn follow_records(&mut self) {
+        let mut late = Vec::new();
+        for rank in self.ranks.iter_mut().flatten() {
+            let Some(registration) = self.registry.get(&rank.status.worker_id) else { continue };
+            let record = &registration.worker.record;
+            if rank.status.endpoint.is_none() && record.kv_events_endpoint.is_some() && rank.status.rank == 0 {
+                late.push(registration.worker.id.clone());
+            }
+            rank.set_registered_block_size(record.kv_block_size);
+            let replay = record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+            rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, rank.status.rank)));
+        }
+        // Nothing was heard of these so far, so a fresh state loses nothing.
+        for id in late {
+            self.open_ranks(&id);
+        }
+    }
+
+    fn open_ranks(&mut self, id: &Name) {
+        let Some(registration) = self.registry.get(id) else { return };
+        let worker = registration.worker.clone();
+        let slots: Vec<Slot> = registration.ranks.iter().map(|rank| rank.slot).collect();
+        for (number, slot) in slots.iter().enumerate() {
+            let number = number as u32;
+            let base = worker
+                .record
+                .kv_events_endpoint
+                .as_deref()
+                .filter(|endpoint| self.config.subscribe && !endpoint.is_empty());
+            let endpoint = base.and_then(|base| rank_endpoint(base, number));
+            if base.is_some() && endpoint.is_none() {
+                tracing::error!(worker_id = %id, rank = number, endpoint = ?base, "the rank has no event address; it is routed without cache knowledge");
+            }
+            let subscription = endpoint.as_deref().and_then(|endpoint| self.subscribe(id, endpoint));
+            let status = RankStatus::new(id.clone(), worker.generation, number, *slot, endpoint);
+            let mut rank = RankState::new(status, subscription, slots.len() as u32, worker.record.kv_block_size);
+            let replay = worker.record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+            rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, number)));
+            let at = slot.0 as usize;
+            if self.ranks.len() <= at {
+                self.ranks.resize_with(at + 1, || None);
+            }
+            self.ranks[at] = Some(rank);
+        }
+    }
+
+    fn subscribe(&mut self, id: &Name, endpoint: &str) -> Option<Subscription> {
+        self.subscriptions_opened += 1;
+        match Subscription::open(&self.context, endpoint, self.subscriptions_opened) {
+            Ok(subscription) => Some(subscription),
+            Err(error) => {
+                tracing::error!(worker_id = %id, endpoint, %error, "cannot subscribe to KV events; the worker is routed without cache knowledge");
+                None
+            }
+        }
+    }
+
+    // Publication ------------------------------------------------------------------------------------------------
+
+    /// Publishes at once when it has been quiet, else not before the interval is over. Returns how long to sleep, in ms.
+    fn publish_if_due(&mut self) -> i64 {
+        if !self.tree.is_changed() && !self.is_fleet_changed {
+            return -1;
+        }
+        let interval = self.config.publish_interval;
+        let due = self.published_at.map_or(interval, |at| at.elapsed());
+        if due < interval {
+            // Rounded up: a shorter sleep than the poll can measure would be a busy loop.
+            return (interval - due).as_millis() as i64 + 1;
+        }
+        self.publish();
+        -1
+    }
+
+    fn publish(&mut self) {
+        if self.is_fleet_changed {
+            let ranks = &self.ranks;
+            let learned = |slot: Slot| ranks.get(slot.0 as usize)?.as_ref().and_then(RankState::learned_block_size);
+            self.fleet = Arc::new(self.registry.fleet(learned));
+            self.is_fleet_changed = false;
+        }
+        self.stats.publications.add(1);
+        let view = View {
+            fleet: self.fleet.clone(),
+            index: self.tree.publish(),
+            version: self.stats.publications.get(),
+            ranks: self.statuses.clone(),
+        };
+        self.retired.push(self.view.swap(Arc::new(view)));
+        self.published_at = Some(Instant::now());
+        // Once out of the cell, only counts that exist can go up: a view that is ours alone stays so. Freed here, never on a shard.
+        self.retired.retain(|view| Arc::strong_count(view) > 1);
+        self.stats.views_retired.set(self.retired.len() as u64);
+        self.stats.index_blocks.set(self.tree.block_count() as u64);
+        self.stats.index_runs.set(self.tree.run_count() as u64);
+    }
+}

@@ -1,0 +1,275 @@
+//! Registrations of workers and the fleet made of them: generations, slots, target ids, pools per model. Never opens a
+//! socket; the core opens and closes what [`Registry::update`] says.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use crate::fleet::{DiscoveredWorker, Fleet, ModelPool, Slot, Target, Worker, WorkerState};
+use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
+use crate::load::{TargetId, TargetLoad};
+use crate::worker::{Generation, Name, Role, WorkerRecord};
+
+/// One rank of one registration.
+#[derive(Clone, Debug)]
+pub struct Rank {
+    pub slot: Slot,
+    pub target: TargetId,
+    pub load: Arc<TargetLoad>,
+}
+
+/// One worker as registered now.
+#[derive(Debug)]
+pub struct Registration {
+    pub worker: Arc<Worker>,
+    pub ranks: Vec<Rank>,
+}
+
+/// What an update has changed, for the core to follow.
+#[derive(Debug, Default)]
+pub struct Changes {
+    /// Slots whose holder has gone; each is to be given back with [`Registry::release`] once the index has no trace of it.
+    pub left: Vec<Slot>,
+    /// Ids of workers that are new registrations.
+    pub joined: Vec<Name>,
+}
+
+#[derive(Debug, Default)]
+pub struct Registry {
+    workers: BTreeMap<Name, Registration>,
+    free_slots: BTreeSet<u32>,
+    slots: u32,
+    next_target: u64,
+    next_generation: u64,
+}
+
+impl Registry {
+    pub fn get(&self, worker_id: &str) -> Option<&Registration> {
+        self.workers.get(worker_id)
+    }
+
+    /// One more than the largest slot in use.
+    pub fn slot_bound(&self) -> usize {
+        self.slots as usize
+    }
+
+    /// Makes the registrations those of `discovered`. A worker named twice counts once, as named first.
+    pub fn update(&mut self, discovered: Vec<DiscoveredWorker>) -> Changes {
+        let mut changes = Changes::default();
+        let mut wanted: BTreeMap<Name, DiscoveredWorker> = BTreeMap::new();
+        for worker in discovered {
+            let id: Name = worker.record.worker_id.as_str().into();
+            if wanted.contains_key(&id) {
+                tracing::warn!(worker_id = %id, "a worker is named twice; the first record counts");
+                continue;
+            }
+            wanted.insert(id, worker);
+        }
+        let gone: Vec<Name> = self
+            .workers
+            .iter()
+            .filter(|(id, known)| {
+                !wanted.get(*id).is_some_and(|new| is_same_registration(&known.worker.record, &new.record))
+            })
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in gone {
+            if let Some(registration) = self.workers.remove(&id) {
+                changes.left.extend(registration.ranks.iter().map(|rank| rank.slot));
+            }
+        }
+        for (id, new) in wanted {
+            if let Some(known) = self.workers.get_mut(&id) {
+                known.worker = Arc::new(worker(id, known.worker.generation, new));
+            } else if self.join(id.clone(), new) {
+                changes.joined.push(id);
+            }
+        }
+        changes
+    }
+
+    fn join(&mut self, id: Name, new: DiscoveredWorker) -> bool {
+        let wanted = new.record.rank_count();
+        if wanted > DP_RANKS_MAX {
+            tracing::error!(worker_id = %id, ranks = wanted, "a worker has more ranks than the router can hold; the rest is ignored");
+        }
+        let count = wanted.min(DP_RANKS_MAX);
+        if self.slots as usize - self.free_slots.len() + count as usize > SLOTS_MAX {
+            tracing::error!(worker_id = %id, slots = SLOTS_MAX, "the index has no slot left; the worker is ignored");
+            return false;
+        }
+        let ranks = (0..count).map(|_| self.rank()).collect();
+        self.next_generation += 1;
+        let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new));
+        self.workers.insert(id, Registration { worker, ranks });
+        true
+    }
+
+    fn rank(&mut self) -> Rank {
+        let slot = self.free_slots.pop_first().unwrap_or_else(|| {
+            self.slots += 1;
+            self.slots - 1
+        });
+        self.next_target += 1;
+        Rank { slot: Slot(slot), target: TargetId(self.next_target), load: Arc::default() }
+    }
+
+    /// Gives a slot back: nothing in the index belongs to its former holder any more.
+    pub fn release(&mut self, slot: Slot) {
+        self.free_slots.insert(slot.0);
+        while self.slots > 0 && self.free_slots.remove(&(self.slots - 1)) {
+            self.slots -= 1;
+        }
+    }
+
+    /// The fleet as it stands. `learned` gives the block size that a slot's events have shown.
+    pub fn fleet(&self, learned: impl Fn(Slot) -> Option<u32>) -> Fleet {
+        let mut fleet = Fleet::default();
+        // Pools name targets by place; grouping by name first would lose the stable order of worker and rank.
+        let mut models: HashMap<&str, ModelPool> = HashMap::new();
+        for registration in self.workers.values() {
+            let worker = &registration.worker;
+            fleet.workers.push(worker.clone());
+            if worker.state != WorkerState::Active {
+                continue;
+            }
+            let pool = models.entry(&worker.record.model_name).or_default();
+            for (number, rank) in registration.ranks.iter().enumerate() {
+                let at = fleet.targets.len() as u32;
+                match worker.record.disagg_mode {
+                    Role::Mixed => pool.mixed.push(at),
+                    Role::Prefill => pool.prefill.push(at),
+                    Role::Decode => pool.decode.push(at),
+                }
+                let multiplexed = worker.record.is_rank_multiplexed().then_some(number as u32);
+                fleet.targets.push(Target {
+                    id: rank.target,
+                    slot: rank.slot,
+                    worker: worker.clone(),
+                    rank: multiplexed,
+                    route_key: match multiplexed {
+                        Some(number) => format!("{}#dp{number}", worker.id).into(),
+                        None => worker.id.clone(),
+                    },
+                    load: rank.load.clone(),
+                    block_size: worker.record.kv_block_size.filter(|size| *size > 0).or_else(|| learned(rank.slot)),
+                });
+            }
+        }
+        fleet.models = models.into_iter().map(|(name, pool)| (name.into(), pool)).collect();
+        fleet
+    }
+}
+
+/// Whether a new record is the same registration: then the engine's cache, and so the mirror, is the same. What was not known
+/// before and is now (a static worker is asked for its model, block size and event address) changes nothing.
+fn is_same_registration(known: &WorkerRecord, new: &WorkerRecord) -> bool {
+    fn agrees<T: PartialEq>(known: Option<T>, new: Option<T>) -> bool {
+        known.is_none() || new.is_none() || known == new
+    }
+    let model = |record: &WorkerRecord| (!record.model_name.is_empty()).then(|| record.model_name.clone());
+    (known.kv_events_endpoint.is_none() || known.kv_events_endpoint == new.kv_events_endpoint)
+        && known.rank_count() == new.rank_count()
+        && known.dp_rank == new.dp_rank
+        && agrees(known.kv_block_size, new.kv_block_size)
+        && agrees(model(known), model(new))
+}
+
+fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Worker {
+    let record = discovered.record;
+    let (authority, base_path, fault) = match record.endpoint() {
+        Ok(url) => (url.authority, url.base_path, None),
+        Err(error) => (String::new(), String::new(), Some(error.to_string())),
+    };
+    let state = match discovered.state {
+        WorkerState::Active if !record.is_active() => WorkerState::Inactive,
+        WorkerState::Active => match fault {
+            Some(fault) => WorkerState::Pending(fault),
+            None if record.model_name.is_empty() => WorkerState::Pending("model name not known yet".to_owned()),
+            None if discovered.address.is_none() => WorkerState::Pending("address does not resolve".to_owned()),
+            None => WorkerState::Active,
+        },
+        state => state,
+    };
+    Worker { id, generation, record, address: discovered.address, authority, base_path, state }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn discovered(json: serde_json::Value) -> DiscoveredWorker {
+        let record: WorkerRecord = serde_json::from_value(json).unwrap();
+        DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 80).into()), state: WorkerState::Active }
+    }
+
+    fn plain(id: &str) -> serde_json::Value {
+        serde_json::json!({"worker_id": id, "url": format!("http://{id}/base/"), "model_name": "m",
+            "kv_events_endpoint": "tcp://127.0.0.1:5557"})
+    }
+
+    #[test]
+    fn a_fleet_lists_targets_by_worker_and_rank_and_models_by_routable_targets() {
+        let mut registry = Registry::default();
+        let mut ranked = plain("b:1");
+        ranked["dp_size"] = 2.into();
+        ranked["disagg_mode"] = "decode".into();
+        let mut nameless = plain("c:1");
+        nameless["model_name"] = "".into();
+        let mut draining = plain("d:1");
+        draining["status"] = "draining".into();
+        draining["model_name"] = "other".into();
+        let all = [draining, ranked, nameless, plain("a:1"), plain("a:1")];
+        let changes = registry.update(all.into_iter().map(discovered).collect());
+        assert_eq!((changes.joined.len(), changes.left.len()), (4, 0));
+        let fleet = registry.fleet(|_| Some(32));
+        let keys: Vec<&str> = fleet.targets.iter().map(|target| &*target.route_key).collect();
+        assert_eq!(keys, ["a:1", "b:1#dp0", "b:1#dp1"]);
+        assert_eq!(fleet.targets[1].rank, Some(0));
+        assert_eq!(fleet.targets[0].block_size, Some(32));
+        assert_eq!(fleet.models.keys().map(|name| &**name).collect::<Vec<_>>(), ["m"]);
+        assert_eq!(fleet.models["m"], ModelPool { mixed: vec![0], prefill: vec![], decode: vec![1, 2] });
+        assert_eq!(fleet.workers.len(), 4);
+        assert_eq!((fleet.workers[0].authority.as_str(), fleet.workers[0].base_path.as_str()), ("a:1", "/base"));
+        assert!(matches!(fleet.workers[2].state, WorkerState::Pending(_)));
+        assert_eq!(fleet.workers[3].state, WorkerState::Inactive);
+    }
+
+    #[test]
+    fn what_makes_a_new_generation() {
+        let check = |change: &dyn Fn(&mut serde_json::Value), is_new: bool| {
+            let mut registry = Registry::default();
+            registry.update(vec![discovered(plain("a:1"))]);
+            let before = registry.fleet(|_| None).targets[0].id;
+            let mut changed = plain("a:1");
+            change(&mut changed);
+            let changes = registry.update(vec![discovered(changed.clone())]);
+            let fleet = registry.fleet(|_| None);
+            assert_eq!(fleet.targets[0].id != before, is_new, "{changed}");
+            assert_eq!(changes.joined.len() + changes.left.len(), if is_new { 2 } else { 0 }, "{changed}");
+            assert_eq!(fleet.workers[0].generation, Generation(if is_new { 2 } else { 1 }));
+        };
+        check(&|_| {}, false);
+        check(&|record| record["url"] = "http://a:2".into(), false);
+        check(&|record| record["kv_block_size"] = 16.into(), false);
+        check(&|record| record["kv_events_endpoint"] = "tcp://127.0.0.1:5558".into(), true);
+        check(&|record| record["model_name"] = "n".into(), true);
+        check(&|record| record["dp_rank"] = 1.into(), true);
+    }
+
+    #[test]
+    fn slots_are_dense_and_reused_only_after_release() {
+        let mut registry = Registry::default();
+        registry.update(vec![discovered(plain("a:1")), discovered(plain("b:1"))]);
+        let left = registry.update(vec![discovered(plain("b:1"))]).left;
+        assert_eq!(left, [Slot(0)]);
+        registry.update(vec![discovered(plain("b:1")), discovered(plain("c:1"))]);
+        assert_eq!(registry.get("c:1").unwrap().ranks[0].slot, Slot(2));
+        registry.release(Slot(0));
+        registry.update(vec![discovered(plain("b:1")), discovered(plain("c:1")), discovered(plain("d:1"))]);
+        assert_eq!(registry.get("d:1").unwrap().ranks[0].slot, Slot(0));
+        for slot in registry.update(Vec::new()).left {
+            registry.release(slot);
+        }
+        assert_eq!((registry.slot_bound(), registry.free_slots.len()), (0, 0));
+    }
+}

@@ -1,0 +1,45 @@
+//! Small templates, one feature each, against what Hugging Face's environment prints for them.
+
+use std::time::{Duration, SystemTime};
+
+use super::template::ChatTemplate;
+use super::tree::Tree;
+use crate::prompt::NoBlocks;
+
+/// Recorded by `tests/differential/record_templates.py`; the first line is the context of all others.
+const FEATURES: &str = include_str!("../../tests/fixtures/templates/features.jsonl");
+
+fn clock() -> Option<SystemTime> {
+    Some(SystemTime::UNIX_EPOCH + Duration::from_secs(1_768_478_400))
+}
+
+/// Features that are refused here, so that the request is routed by load: never printed otherwise than Python.
+const REFUSED_HERE: [&str; 6] =
+    ["cycler(", "truncate(4, true", "% ('a', 3)", "{{ +n }}", "{% with a = 1, b = a %}", "{% raw %}\n"];
+
+#[test]
+fn templates_print_what_python_prints() {
+    let mut lines = FEATURES.lines();
+    let context = Tree::parse(lines.next().unwrap()).unwrap();
+    let Tree::Map(context) = context else { panic!("a map") };
+    let context = context.get("context").unwrap().to_value();
+    let mut wrong = Vec::new();
+    for line in lines {
+        let case: serde_json::Value = serde_json::from_str(line).unwrap();
+        let template = case["template"].as_str().unwrap();
+        let rendered = match ChatTemplate::compile(template, clock()) {
+            Ok(compiled) => compiled.render(context.clone()),
+            Err(error) => Err(NoBlocks::TemplateFailed(format!("compile: {error}"))),
+        };
+        match (&rendered, case["text"].as_str()) {
+            (Ok(text), Some(expected)) if text == expected => {}
+            (Err(_), None) => {}
+            (Err(_), Some(_)) if REFUSED_HERE.iter().any(|part| template.contains(part)) => {}
+            _ => wrong.push(format!(
+                "{template:?}\n  ours   {rendered:?}\n  theirs {}",
+                case.get("text").unwrap_or(&case["error"])
+            )),
+        }
+    }
+    assert!(wrong.is_empty(), "{} differ\n{}", wrong.len(), wrong.join("\n"));
+}

@@ -1,0 +1,269 @@
+//! The attempts of one request: pick, send, and either relay the answer or try another worker. A retry is
+//! allowed until the first byte has gone to the client and never goes to a worker that failed this request.
+
+use std::time::Instant;
+
+use http::{HeaderName, HeaderValue, StatusCode};
+use infera_shards::{
+    Relay, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
+};
+use tracing::{debug, warn};
+
+use super::metrics::{Outcome, RequestMetrics};
+use super::observe::AnswerObserver;
+use super::pick::{Picked, Wish, pick};
+use super::prompts::{self, Prompts};
+use super::service::RouterService;
+use crate::api::{self, ApiError, Endpoint};
+use crate::fleet::Fleet;
+use crate::prompt::extract::RoutingFields;
+use crate::route::{self, Policy, Topology};
+use crate::worker::{Name, Role};
+
+const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+
+/// Counts a request from its start to its end. A record that is dropped unfinished belongs to a client that
+/// left: the engine drops the request's future then.
+struct Record<'a> {
+    metrics: &'a RequestMetrics,
+    received: Instant,
+    outcome: Outcome,
+}
+
+impl<'a> Record<'a> {
+    fn start(metrics: &'a RequestMetrics, received: Instant) -> Self {
+        metrics.request_started();
+        Self { metrics, received, outcome: Outcome::StreamFailed }
+    }
+}
+
+impl Drop for Record<'_> {
+    fn drop(&mut self) {
+        self.metrics.request_ended(self.outcome, self.received.elapsed().as_secs_f64());
+    }
+}
+
+/// Serves one request that goes to a worker.
+pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
+    let mut record = Record::start(&service.shared.metrics, request.received);
+    record.outcome = match attempts(service, endpoint, request, responder).await {
+        Ok(outcome) => outcome,
+        Err(error) => {
+            let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
+            match responder.send(error.into_response()).await {
+                Ok(()) => outcome,
+                Err(_) => Outcome::StreamFailed,
+            }
+        }
+    };
+}
+
+/// What the router knows of a request before it picks.
+struct Route {
+    endpoint: Endpoint,
+    /// As the client wrote it; empty for none.
+    model: String,
+    prompts: Prompts,
+}
+
+async fn attempts(
+    service: &RouterService,
+    endpoint: Endpoint,
+    request: Request,
+    responder: &mut Responder,
+) -> Result<Outcome, ApiError> {
+    let model = requested_model(&endpoint, &request)?;
+    let mut route = Route { endpoint, model, prompts: Prompts::default() };
+    if service.shared.settings.policy == Policy::KvAware && route.endpoint != Endpoint::Forward {
+        let view = service.view();
+        let (_, pool) = pool_of(&view.fleet, &route)?;
+        route.prompts = prompts::hash(service, &route.endpoint, &view.fleet, pool, &request.body).await;
+    }
+    let mut tried: Vec<Name> = Vec::new();
+    loop {
+        let (picked, may_retry) = match next_worker(service, &route, &tried)? {
+            Some(next) => next,
+            None => {
+                return Err(ApiError::NoWorker {
+                    reason: "every worker of the model left during the request".to_owned(),
+                });
+            }
+        };
+        match send(service, &request, &picked).await {
+            Ok(response) if may_retry && response.status.is_server_error() => {
+                debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
+                service.shared.metrics.retried("status");
+            }
+            Ok(response) => {
+                let received = request.received;
+                // No replay from here on: the body need not be held any longer.
+                drop(request);
+                return Ok(relay(&picked, response, responder, received).await);
+            }
+            Err(error) if may_retry => {
+                warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
+                service.shared.metrics.retried(error.phase());
+            }
+            Err(error) => return Err(worker_error(&picked, &error)),
+        }
+        tried.push(picked.worker.id.clone());
+    }
+}
+
+/// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
+/// be left for a retry.
+fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result<Option<(Picked, bool)>, ApiError> {
+    let view = service.view();
+    let (model, pool) = pool_of(&view.fleet, route)?;
+    let by_load = route.endpoint == Endpoint::Forward;
+    let wish = Wish { model, role: Role::Mixed, pool, prompts: &route.prompts, tried, by_load };
+    let Some(picked) = pick(service, &view, &wish) else { return Ok(None) };
+    let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
+        && route::untried(&view.fleet, pool, tried)
+            .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
+    Ok(Some((picked, may_retry)))
+}
+
+/// The pool that may serve the request. A body without a model is served when the fleet has just one.
+fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]), ApiError> {
+    let named = match (route.model.as_str(), fleet.models.len()) {
+        ("", 1) => fleet.models.keys().next().map_or("", |name| &**name),
+        (model, _) => model,
+    };
+    let topology = route::topology(fleet, named).map_err(|error| ApiError::from_topology(named, error))?;
+    let Some((name, _)) = fleet.models.get_key_value(named) else {
+        return Err(ApiError::from_topology(named, route::TopologyError::NoWorkers));
+    };
+    match topology {
+        Topology::Mixed(pool) => Ok((name, pool)),
+        // Paths without a prompt need no pair: any worker of the decode pool answers them.
+        Topology::Disaggregated { decode, .. } if route.endpoint == Endpoint::Forward => Ok((name, decode)),
+        Topology::Disaggregated { .. } => Err(ApiError::NotBuilt(format!(
+            "model={named:?} is served by prefill and decode workers, and disaggregated dispatch is not built yet; \
+             register workers with role mixed"
+        ))),
+    }
+}
+
+fn requested_model(endpoint: &Endpoint, request: &Request) -> Result<String, ApiError> {
+    if *endpoint == Endpoint::Forward {
+        return Ok(forwarded_model(request));
+    }
+    let fields = RoutingFields::parse(&request.body).map_err(|error| ApiError::BadRequest(error.to_string()))?;
+    Ok(fields.model.map(|model| model.into_owned()).unwrap_or_default())
+}
+
+/// Paths that the router does not know: the model is where the body's form has it, else in the query. A body
+/// that cannot be read is the worker's to refuse.
+fn forwarded_model(request: &Request) -> String {
+    let content_type = request.head.get("content-type").unwrap_or_default();
+    let in_body = if content_type.starts_with(b"multipart/form-data") {
+        multipart_model(&request.body)
+    } else {
+        RoutingFields::parse(&request.body).ok().and_then(|fields| fields.model.map(|model| model.into_owned()))
+    };
+    in_body.or_else(|| api::query_parameter(&request.target, "model")).unwrap_or_default()
+}
+
+/// Longest model name looked for in a multipart form, bytes.
+const FORM_MODEL_BYTES_MAX: usize = 512;
+
+/// Value of the form field `model`: what stands between the blank line after its part's head and the next
+/// line end (RFC 7578).
+fn multipart_model(body: &[u8]) -> Option<String> {
+    let name = memchr::memmem::find(body, b"name=\"model\"")?;
+    let after_name = &body[name..];
+    let value = &after_name[memchr::memmem::find(after_name, b"\r\n\r\n")? + 4..];
+    let end = memchr::memmem::find(&value[..value.len().min(FORM_MODEL_BYTES_MAX)], b"\r\n")?;
+    std::str::from_utf8(&value[..end]).ok().map(str::to_owned)
+}
+
+async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
+    let worker = &picked.worker;
+    let rank = picked.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank)));
+    // A rank-multiplexed worker gets the picked rank; any other gets what the client asked for.
+    let remove: &[HeaderName] = if rank.is_some() { &[DATA_PARALLEL_RANK] } else { &[] };
+    let upstream_request = UpstreamRequest {
+        address: picked.address,
+        authority: &worker.authority,
+        method: &request.method,
+        path_prefix: &worker.base_path,
+        target: &request.target,
+        headers: Some(&request.head),
+        remove,
+        set: rank.as_slice(),
+        body: std::slice::from_ref(&request.body),
+    };
+    service.context.upstream.send(&upstream_request).await
+}
+
+async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Responder, received: Instant) -> Outcome {
+    let status = response.status;
+    let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
+    let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
+    let cut_notice = is_stream
+        .then(|| api::stream_error_event(&format!("worker {} ended the stream before its end", picked.worker.id)));
+    let mut observer = AnswerObserver::new();
+    let relay =
+        Relay { set: if is_stream { &unbuffered } else { &[] }, remove: &[], observer: &mut observer, cut_notice };
+    match responder.relay(response, relay).await {
+        RelayOutcome::Complete => {
+            if status == StatusCode::OK {
+                count_answer(picked, &observer, received);
+            }
+            Outcome::from(status)
+        }
+        RelayOutcome::UpstreamFailed(error) => {
+            warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "an answer was cut by its worker");
+            Outcome::Error
+        }
+        RelayOutcome::ClientGone => Outcome::StreamFailed,
+    }
+}
+
+fn count_answer(picked: &Picked, observer: &AnswerObserver, received: Instant) {
+    let handles = &picked.handles;
+    if let Some(first_byte) = observer.first_byte() {
+        handles.ttft.observe(first_byte.duration_since(received).as_secs_f64());
+    }
+    // A count of 0 means that the worker did not tell.
+    if let Some(usage) = observer.usage() {
+        if usage.prompt_tokens > 0 {
+            handles.prompt_tokens.inc_by(usage.prompt_tokens);
+            handles.input_tokens.observe(usage.prompt_tokens as f64);
+        }
+        if usage.completion_tokens > 0 {
+            handles.generation_tokens.inc_by(usage.completion_tokens);
+            handles.output_tokens.observe(usage.completion_tokens as f64);
+        }
+    }
+}
+
+fn worker_error(picked: &Picked, error: &UpstreamError) -> ApiError {
+    let reason = format!("worker {} failed ({}): {error}", picked.worker.id, error.phase());
+    match error.kind {
+        UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout => {
+            ApiError::WorkerTimeout { reason }
+        }
+        _ => ApiError::WorkerFailed { reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::multipart_model;
+
+    #[test]
+    fn the_model_of_a_multipart_form() {
+        let form = |field: &str| {
+            format!(
+                "--x\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a\"\r\n\r\nRIFF\r\n--x\r\n{field}--x--\r\n"
+            )
+        };
+        let model = form("Content-Disposition: form-data; name=\"model\"\r\n\r\nwhisper-1\r\n");
+        assert_eq!(multipart_model(model.as_bytes()).as_deref(), Some("whisper-1"));
+        assert_eq!(multipart_model(form("").as_bytes()), None);
+        assert_eq!(multipart_model(b"name=\"model\"\r\n\r\nunfinished"), None);
+    }
+}

@@ -1,0 +1,150 @@
+//! The service that the engine calls for each request: path to endpoint, local answers, and the hand-over
+//! to the exchange.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use arc_swap::{ArcSwap, Cache};
+use bytes::Bytes;
+use http::{HeaderValue, StatusCode, header};
+use infera_shards::{Rejection, Request, Responder, Response, Service, ShardContext};
+use serde_json::json;
+
+use super::exchange;
+use super::metrics::TargetHandles;
+use super::shared::{ControlAsk, Shared};
+use crate::api::{self, ApiError, Endpoint};
+use crate::index::{Hits, View};
+use crate::route::{Candidate, RoundRobin};
+
+/// One shard's half of the router.
+pub struct RouterService {
+    pub(super) shared: Arc<Shared>,
+    pub(super) context: ShardContext,
+    pub(super) handles: TargetHandles,
+    pub(super) round_robin: RefCell<RoundRobin>,
+    pub(super) scratch: RefCell<Scratch>,
+    view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
+}
+
+/// Reused by every pick of the shard; borrowed between two awaits only.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub hits: Hits,
+    pub candidates: Vec<Candidate>,
+    pub indexes: Vec<u32>,
+}
+
+impl RouterService {
+    pub fn new(shared: Arc<Shared>, context: ShardContext) -> Self {
+        Self {
+            view: RefCell::new(Cache::new(shared.view.clone())),
+            round_robin: RefCell::new(RoundRobin::new(context.shard)),
+            handles: TargetHandles::default(),
+            scratch: RefCell::default(),
+            shared,
+            context,
+        }
+    }
+
+    /// The newest view. Costs one atomic load unless a new one was published.
+    pub(super) fn view(&self) -> Arc<View> {
+        self.view.borrow_mut().load().clone()
+    }
+
+    async fn local(&self, endpoint: Endpoint, request: &Request) -> Response {
+        match endpoint {
+            Endpoint::Models => {
+                let view = self.view();
+                api::json_response(StatusCode::OK, &api::models(&view.fleet, self.shared.started_unix_seconds))
+            }
+            Endpoint::Model(name) => self.model(&name),
+            Endpoint::Workers => api::json_response(StatusCode::OK, &api::workers(&self.view().fleet)),
+            Endpoint::Health => {
+                let active = self.view().fleet.active_workers();
+                api::json_response(StatusCode::OK, &json!({"status": "ok", "active_workers": active}))
+            }
+            Endpoint::Ready => self.ready(),
+            Endpoint::Metrics => self.ask(ControlAsk::Metrics).await,
+            Endpoint::CacheView(worker_id) => self.cache_view(worker_id, &request.target).await,
+            Endpoint::WrongMethod(allow) => ApiError::WrongMethod { allow }.into_response(),
+            Endpoint::Unknown | Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Forward => {
+                let path = request.target.split('?').next().unwrap_or_default();
+                ApiError::NotFound(format!("no such path: {} {path}", request.method)).into_response()
+            }
+        }
+    }
+
+    fn model(&self, name: &str) -> Response {
+        let view = self.view();
+        if view.fleet.models.contains_key(name) {
+            return api::json_response(StatusCode::OK, &api::model(name, self.shared.started_unix_seconds));
+        }
+        let known = view.fleet.models.keys().map(|name| name.to_string()).collect();
+        ApiError::ModelNotFound { model: name.to_owned(), known }.into_response()
+    }
+
+    fn ready(&self) -> Response {
+        if self.shared.lifecycle.is_draining() {
+            return ApiError::NoWorker { reason: "draining: this router is about to stop".to_owned() }.into_response();
+        }
+        match self.view().fleet.active_workers() {
+            0 => ApiError::NoWorker { reason: "no routable worker yet".to_owned() }.into_response(),
+            active => api::json_response(StatusCode::OK, &json!({"status": "ready", "active_workers": active})),
+        }
+    }
+
+    async fn cache_view(&self, worker_id: String, target: &str) -> Response {
+        // A route key names its rank by itself; `?dp_rank=` does for a plain worker id.
+        let (worker_id, key_rank) = match worker_id.rsplit_once("#dp") {
+            Some((id, rank)) if rank.parse::<u32>().is_ok() => (id.to_owned(), rank.parse().ok()),
+            _ => (worker_id, None),
+        };
+        let rank = match api::query_parameter(target, "dp_rank").as_deref() {
+            None | Some("") => key_rank,
+            Some(text) => match text.parse() {
+                Ok(rank) => Some(rank),
+                Err(_) => return ApiError::BadRequest(format!("dp_rank is not a number: {text:?}")).into_response(),
+            },
+        };
+        self.ask(ControlAsk::CacheView { worker_id, rank }).await
+    }
+
+    async fn ask(&self, ask: ControlAsk) -> Response {
+        let (completion, pending) = self.context.mailbox.ticket();
+        self.shared.control.submit(ask, completion);
+        match pending.await {
+            Some(response) => response,
+            None => ApiError::NoWorker { reason: "the control thread is busy".to_owned() }.into_response(),
+        }
+    }
+}
+
+impl Service for RouterService {
+    async fn call(&self, request: Request, responder: &mut Responder) {
+        match api::endpoint(&request.method, &request.target) {
+            endpoint @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Forward) => {
+                exchange::serve(self, endpoint, request, responder).await;
+            }
+            endpoint => {
+                let response = Box::pin(self.local(endpoint, &request)).await;
+                // The client may be gone; there is nobody left to tell.
+                let _ = responder.send(response).await;
+            }
+        }
+    }
+
+    fn reject(&self, rejection: &Rejection) -> Response {
+        api::from_rejection(rejection)
+    }
+}
+
+/// A text answer of the metrics page.
+pub fn metrics_response(page: String) -> Response {
+    let content_type = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    Response { status: StatusCode::OK, headers: vec![(header::CONTENT_TYPE, content_type)], body: Bytes::from(page) }
+}
+
+/// Shared by the parts of one request on one shard.
+pub(super) type Handles = Rc<super::metrics::TargetMetrics>;

@@ -1,0 +1,78 @@
+//! What all shards hold in common: settings, the published view, the prompt side, metrics, lifecycle.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Instant;
+
+use infera_shards::{Completion, Response};
+
+use super::metrics::RequestMetrics;
+use crate::index::SharedView;
+use crate::load::LedgerSink;
+use crate::prompt::Prompter;
+use crate::prompt::pool::EncoderPool;
+use crate::route::Policy;
+
+/// Settings of the request path; fixed for the life of the process.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub policy: Policy,
+    /// `--kv-overlap-weight`.
+    pub overlap_weight: f64,
+    /// `--request-max-retries`: attempts on other workers after the first.
+    pub retries_max: u32,
+}
+
+/// Where the process stands; one atomic, written by `main`.
+#[derive(Debug, Default)]
+pub struct Lifecycle(AtomicU8);
+
+impl Lifecycle {
+    const DRAINING: u8 = 1;
+
+    pub fn drain(&self) {
+        self.0.store(Self::DRAINING, Ordering::Relaxed);
+    }
+
+    pub fn is_draining(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == Self::DRAINING
+    }
+}
+
+/// A question that is answered off the shards.
+#[derive(Debug, PartialEq, Eq)]
+pub enum ControlAsk {
+    /// The metrics page.
+    Metrics,
+    /// Blocks mirrored for a worker, or for one of its ranks.
+    CacheView { worker_id: String, rank: Option<u32> },
+}
+
+/// The slow side as the request path sees it.
+pub trait ControlPlane: Send + Sync {
+    /// Takes the question, or drops the completion when too many wait already. Never blocks.
+    fn submit(&self, ask: ControlAsk, answer: Completion<Response>);
+}
+
+/// One per process, shared by all shards.
+pub struct Shared {
+    pub settings: Settings,
+    pub view: SharedView,
+    pub ledger: Arc<dyn LedgerSink>,
+    /// Absent without a tokenizer: prompts given as token ids still have blocks.
+    pub prompter: Option<Arc<Prompter>>,
+    pub encoders: EncoderPool,
+    pub metrics: Arc<RequestMetrics>,
+    pub control: Arc<dyn ControlPlane>,
+    pub lifecycle: Arc<Lifecycle>,
+    /// Zero of the monotonic nanoseconds that picks are stamped with.
+    pub epoch: Instant,
+    /// Start of the process, Unix seconds.
+    pub started_unix_seconds: u64,
+}
+
+impl Shared {
+    pub fn now_ns(&self) -> u64 {
+        self.epoch.elapsed().as_nanos() as u64
+    }
+}

@@ -1,0 +1,56 @@
+//! Round robin over a pool, one rotation per model and role. Each shard keeps its own; shards start one
+//! place apart so that together they spread from the first request on.
+
+use std::collections::HashMap;
+
+use crate::worker::{Name, Role};
+
+/// Rotation state of one shard.
+pub struct RoundRobin {
+    first: usize,
+    next: HashMap<(Name, Role), usize>,
+}
+
+impl RoundRobin {
+    pub fn new(shard: usize) -> Self {
+        Self { first: shard, next: HashMap::new() }
+    }
+
+    /// The next of `candidates` (indexes of targets, stable order); nothing if there are none.
+    pub fn pick(&mut self, model: &Name, role: Role, candidates: &[u32]) -> Option<u32> {
+        if candidates.is_empty() {
+            return None;
+        }
+        let first = self.first;
+        let next = match self.next.get_mut(&(model.clone(), role)) {
+            Some(next) => next,
+            None => self.next.entry((model.clone(), role)).or_insert(first),
+        };
+        let picked = candidates[*next % candidates.len()];
+        *next = next.wrapping_add(1);
+        Some(picked)
+    }
+
+    /// Forgets models that are gone, so that a fleet with changing names does not grow the table.
+    pub fn retain(&mut self, is_known: impl Fn(&Name) -> bool) {
+        self.next.retain(|(model, _), _| is_known(model));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotations_are_per_model_and_role_and_start_at_the_shard() {
+        let (a, b): (Name, Name) = ("a".into(), "b".into());
+        let mut rotation = RoundRobin::new(1);
+        let picked: Vec<_> = (0..4).filter_map(|_| rotation.pick(&a, Role::Mixed, &[7, 8, 9])).collect();
+        assert_eq!(picked, [8, 9, 7, 8]);
+        assert_eq!(rotation.pick(&b, Role::Mixed, &[7, 8, 9]), Some(8));
+        assert_eq!(rotation.pick(&a, Role::Prefill, &[7, 8, 9]), Some(8));
+        assert_eq!(rotation.pick(&a, Role::Mixed, &[]), None);
+        rotation.retain(|model| *model == b);
+        assert_eq!(rotation.next.len(), 1);
+    }
+}

@@ -1,0 +1,215 @@
+//! Routing by KV events, with simulated engines that store, evict and announce blocks of their own.
+
+use loadgen::engine::events::EngineStyle;
+use loadgen::engine::{Engine, EngineConfig, EngineHandle};
+use serde_json::{Value, json};
+
+use crate::support::PATIENCE;
+use crate::support::client::{self, Connection};
+use crate::support::router::{Router, Start, router};
+use crate::support::wait_until;
+
+/// Directory with the tokenizer that the simulated engines run.
+fn tokenizer() -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    loadgen::prompt::write_shipped_tokenizer(directory.path()).unwrap();
+    directory
+}
+
+fn engine(style: EngineStyle, blocks_total: usize) -> EngineHandle {
+    Engine::start(EngineConfig { style, blocks_total, ..EngineConfig::default() }).unwrap()
+}
+
+trait WithEngine {
+    fn engine(self, engine: &EngineHandle) -> Self;
+}
+
+impl WithEngine for Start {
+    fn engine(self, engine: &EngineHandle) -> Self {
+        self.args(&["--worker", &engine.worker_flag()])
+    }
+}
+
+fn chat(text: &str) -> String {
+    json!({"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}).to_string()
+}
+
+fn long_prefix(topic: &str) -> String {
+    format!("{topic}: {}", "the fleet keeps its prefix blocks warm and the router knows where. ".repeat(60))
+}
+
+fn cached_tokens(answer: &Value) -> u64 {
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+}
+
+fn block_count(router: &Router, engine: &EngineHandle) -> u64 {
+    router.json(&format!("/v1/admin/cache-view/{}", engine.worker_id()))["block_count"].as_u64().unwrap()
+}
+
+/// The mirror shows what the engines hold.
+fn wait_for_mirror(router: &Router, engines: &[EngineHandle]) {
+    for engine in engines {
+        assert!(engine.wait_until(PATIENCE, |state| state.is_idle()), "the engine rests");
+        wait_until("the mirror equals the engine's pool", || {
+            block_count(router, engine) == engine.state().blocks_resident() as u64
+        });
+    }
+}
+
+/// Waits until the router hears the engines' events: a subscriber that joins late misses what came before.
+fn wait_for_feeds(router: &Router, engines: usize) {
+    wait_until("every event feed is connected", || {
+        router.metric_sum("infera_router_kv_events_connected") == engines as f64
+    });
+}
+
+/// The seed's check: send two requests with the same long prefix; the second is a hit and `block_count` stays flat.
+#[test]
+fn the_second_request_with_a_long_prefix_goes_where_the_prefix_is_and_stores_nothing_new() {
+    let tokenizer = tokenizer();
+    for style in [EngineStyle::Vllm, EngineStyle::VllmArray, EngineStyle::Sglang] {
+        let engines: Vec<_> = (0..3).map(|_| engine(style, 4096)).collect();
+        let start = engines.iter().fold(router(), |start, engine| start.engine(engine));
+        let router = start.args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+        wait_for_feeds(&router, engines.len());
+        let prompt = chat(&long_prefix("alpha"));
+
+        let first = router.post("/v1/chat/completions", &prompt);
+        assert_eq!(first.status, 200, "{}", first.text());
+        assert_eq!(cached_tokens(&first.json()), 0);
+        wait_for_mirror(&router, &engines);
+        let counts: Vec<u64> = engines.iter().map(|engine| block_count(&router, engine)).collect();
+        assert_eq!(counts.iter().filter(|count| **count > 0).count(), 1, "{counts:?}");
+
+        for _ in 0..4 {
+            let again = router.post("/v1/chat/completions", &prompt).json();
+            let prompt_tokens = again["usage"]["prompt_tokens"].as_u64().unwrap();
+            assert!(cached_tokens(&again) + 16 >= prompt_tokens, "{again}");
+        }
+        wait_for_mirror(&router, &engines);
+        let after: Vec<u64> = engines.iter().map(|engine| block_count(&router, engine)).collect();
+        assert_eq!(counts, after, "{style:?}: reused, not added again");
+
+        // What the router predicted is what the engines had.
+        let hits = router.metric_sum("infera_prefix_cache_blocks_hit_total");
+        let cached: u64 = engines.iter().map(|engine| engine.state().totals().cached_tokens).sum();
+        assert_eq!(hits as u64, cached.div_ceil(16), "{style:?}");
+        router.logged(&[
+            "pick",
+            "policy=\"kv-aware\"",
+            "role=\"mixed\"",
+            "cache_hits=",
+            "request_blocks=",
+            "active_blocks=",
+            "w_overlap=",
+        ]);
+        router.wait_for_rest();
+    }
+}
+
+#[test]
+fn evictions_and_clears_take_their_credit_away() {
+    let tokenizer = tokenizer();
+    let engines = [engine(EngineStyle::Vllm, 128), engine(EngineStyle::Sglang, 128)];
+    let start = engines.iter().fold(router(), |start, engine| start.engine(engine));
+    let router = start.args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, engines.len());
+    // More than both pools hold: old prompts are evicted all the time.
+    for round in 0..24 {
+        let answer = router.post("/v1/chat/completions", &chat(&long_prefix(&format!("topic {}", round % 8))));
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+    wait_for_mirror(&router, &engines);
+    for engine in &engines {
+        assert!(engine.clear_cache());
+        // An engine tells of its clear with the next batch at the latest.
+        let body = chat("after the clear");
+        assert_eq!(client::post(engine.addr, "/v1/chat/completions", &body).status, 200);
+    }
+    wait_for_mirror(&router, &engines);
+}
+
+#[test]
+fn ranks_of_one_worker_are_targets_of_their_own() {
+    let tokenizer = tokenizer();
+    let engines = [Engine::start(EngineConfig { dp_size: 2, ..EngineConfig::default() }).unwrap()];
+    let router =
+        router().engine(&engines[0]).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, 2);
+    let (alpha, beta) = (chat(&long_prefix("alpha")), chat(&long_prefix("beta")));
+    for prompt in [&alpha, &beta] {
+        assert_eq!(router.post("/v1/chat/completions", prompt).status, 200);
+        wait_for_mirror(&router, &engines);
+    }
+    for prompt in [&alpha, &beta, &alpha, &beta] {
+        assert!(cached_tokens(&router.post("/v1/chat/completions", prompt).json()) > 0);
+    }
+    wait_for_mirror(&router, &engines);
+    let id = engines[0].worker_id();
+    let of_rank =
+        |rank: u32| router.json(&format!("/v1/admin/cache-view/{id}?dp_rank={rank}"))["block_count"].as_u64().unwrap();
+    assert!(of_rank(0) > 0 && of_rank(1) > 0);
+    assert_eq!(of_rank(0) + of_rank(1), block_count(&router, &engines[0]));
+    assert_eq!(router.get(&format!("/v1/admin/cache-view/{id}?dp_rank=2")).status, 404);
+    assert_eq!(router.metric_sum("infera_router_picks_total"), 6.0);
+}
+
+/// Prompts of token ids need no tokenizer; a text prompt without one is routed by load, and says so once.
+#[test]
+fn without_a_tokenizer_token_ids_still_find_their_prefix() {
+    let engines = [engine(EngineStyle::Vllm, 4096), engine(EngineStyle::Vllm, 4096)];
+    let router = engines.iter().fold(router(), |start, engine| start.engine(engine)).ready();
+    router.logged(&["--router-tokenizer-path"]);
+    wait_for_feeds(&router, engines.len());
+    let ids: Vec<u32> = (0..640).map(|index| 100 + index % 500).collect();
+    let body = json!({"model": "demo", "max_tokens": 2, "prompt": ids}).to_string();
+    assert_eq!(router.post("/v1/completions", &body).status, 200);
+    wait_for_mirror(&router, &engines);
+    for _ in 0..3 {
+        assert!(cached_tokens(&router.post("/v1/completions", &body).json()) >= 624);
+    }
+    assert_eq!(router.post("/v1/chat/completions", &chat("hello")).status, 200);
+    assert_eq!(router.metric(r#"infera_router_prompt_failures_total{reason="no_tokenizer"}"#), Some(1.0));
+}
+
+/// A prompt that the template or the tokenizer cannot take costs locality, never an error of the router.
+#[test]
+fn b29_trouble_with_a_prompt_is_never_an_error_of_the_router() {
+    let tokenizer = tokenizer();
+    let engine = engine(EngineStyle::Vllm, 4096);
+    let router =
+        router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    for body in [
+        r#"{"model":"demo"}"#,
+        r#"{"model":"demo","messages":"no list"}"#,
+        r#"{"model":"demo","messages":[]}"#,
+        r#"{"model":"demo","messages":[{"role":7}]}"#,
+        r#"{"model":"demo","messages":[{"role":"user","content":{"a":1}}]}"#,
+        r#"{"model":"demo","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"http://x/y.png"}}]}]}"#,
+    ] {
+        let through = router.post("/v1/chat/completions", body);
+        let direct = client::post(engine.addr, "/v1/chat/completions", body);
+        assert_eq!(through.status, direct.status, "{body}: {}", through.text());
+    }
+    router.wait_for_rest();
+}
+
+/// Long prompts leave the shard: health stays quick while they are encoded, and they still hit.
+#[test]
+fn b58_long_prompts_do_not_hold_up_the_shard() {
+    let tokenizer = tokenizer();
+    let engine = engine(EngineStyle::Vllm, 65_536);
+    let router =
+        router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, 1);
+    let text: String = (0..40_000).map(|number| format!("word{} ", number * 7919 % 10_007)).collect();
+    let address = router.address;
+    let posting = std::thread::spawn(move || client::post(address, "/v1/chat/completions", &chat(&text)).status);
+    let mut health = Connection::open(router.address);
+    while !posting.is_finished() {
+        health.send(&client::request("GET", "/health", "", b""));
+        assert_eq!(health.answer("GET").status, 200);
+    }
+    assert_ne!(posting.join().unwrap(), 500);
+    router.wait_for_rest();
+}

@@ -1,0 +1,16 @@
+//! End-to-end tests against the built `infera-router`: real sockets, real signals, real engines' frames.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
+
+#[path = "../support/etcd.rs"]
+mod etcd;
+mod support;
+
+mod discovery;
+mod failures;
+mod forwarding;
+mod kv_aware;
+mod leaving;
+mod lifecycle;
+mod official_client;
+mod surface;

@@ -1,0 +1,362 @@
+//! The ingest core against real sockets: publishers that come late, restart, skip and vanish; workers that leave with
+//! events in flight; and the load ledger's exactness.
+
+mod kv_publisher;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use infera_router::hash::prompt_blocks;
+use infera_router::ingest::{Ingest, IngestConfig, IngestHandle};
+use infera_router::load::{Booking, TargetId, TargetLoad};
+use kv_publisher::*;
+
+fn start() -> IngestHandle {
+    Ingest::start(IngestConfig::default()).unwrap()
+}
+
+fn tokens(from: u32, blocks: u32) -> Vec<u32> {
+    (from..from + blocks * BLOCK_SIZE as u32).collect()
+}
+
+#[test]
+fn events_become_depth_and_a_worker_that_leaves_takes_them_along() {
+    let context = zmq::Context::new();
+    let (mut first, mut second) = (Publisher::new(&context), Publisher::new(&context));
+    let ingest = start();
+    let workers =
+        vec![worker("a:1", Some(&first.endpoint)), worker("b:1", Some(&second.endpoint)), worker("c:1", None)];
+    ingest.fleet_updates.send(workers.clone());
+    (first, second) = (first.subscribed(), second.subscribed());
+    let prompt = tokens(1, 8);
+    first.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    second.send(&[Event::Store { tokens: &prompt[..20], from: 0 }]);
+    wait_depth(&ingest, "a:1", &prompt, 8);
+    wait_depth(&ingest, "b:1", &prompt, 5);
+    assert_eq!(depth(&ingest, "c:1", &prompt), Some(0), "no events, no cache, but routable");
+    wait_until("connected", || status(&ingest, "a:1", 0, |status| status.is_connected()));
+    let view = ingest.view.load_full();
+    let target = view.fleet.targets.iter().find(|target| &*target.route_key == "a:1").unwrap();
+    assert_eq!(view.block_count(target), 8);
+    let blocks = prompt_blocks(&prompt, BLOCK_SIZE);
+    first.send(&[Event::Remove(&blocks[6..]), Event::Clear, Event::Store { tokens: &prompt[..8], from: 0 }]);
+    wait_depth(&ingest, "a:1", &prompt, 2);
+    // The old view is as it was: immutable.
+    let mut hits = infera_router::index::Hits::new();
+    view.index.query(&blocks, &mut hits);
+    assert_eq!(hits.depth(target.slot), 8);
+
+    // Events on their way while their worker leaves: whatever of them arrives, nothing of them stays.
+    for at in 0..200 {
+        first.send(&[Event::Store { tokens: &tokens(10_000 + at * 100, 4), from: 0 }]);
+    }
+    ingest.fleet_updates.send(workers[1..].to_vec());
+    wait_until("a gone", || depth(&ingest, "a:1", &prompt).is_none());
+    first.send(&[Event::Store { tokens: &tokens(90_000, 4), from: 0 }]);
+    wait_until("only b's blocks", || ingest.stats.index_blocks.get() == 5);
+    assert_eq!(ingest.view.load().models_and_targets(), (1, 2));
+
+    // The id comes back with an empty cache: no credit from its former life.
+    ingest.fleet_updates.send(workers);
+    first.wait_subscription(0);
+    first = first.subscribed();
+    wait_depth(&ingest, "a:1", &prompt, 0);
+    first.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    wait_depth(&ingest, "a:1", &prompt, 8);
+    assert!(ingest.stop());
+}
+
+trait Counts {
+    fn models_and_targets(&self) -> (usize, usize);
+}
+
+impl Counts for infera_router::index::View {
+    fn models_and_targets(&self) -> (usize, usize) {
+        (self.fleet.models.len(), self.fleet.targets.len())
+    }
+}
+
+#[test]
+fn a_late_publisher_is_found_and_a_restarted_one_starts_from_nothing() {
+    let context = zmq::Context::new();
+    let endpoint = Publisher::new(&context).endpoint.clone();
+    let ingest = start();
+    ingest.fleet_updates.send(vec![worker("a:1", Some(&endpoint))]);
+    wait_until("the worker", || !ingest.view.load().fleet.targets.is_empty());
+    let (old, new) = (tokens(1, 6), tokens(1000, 3));
+    let mut publisher = Publisher::rebind(&context, &endpoint).subscribed();
+    for _ in 0..3 {
+        publisher.send(&[Event::Clear]);
+    }
+    publisher.send(&[Event::Store { tokens: &old, from: 0 }]);
+    wait_depth(&ingest, "a:1", &old, 6);
+    drop(publisher);
+    wait_until("noticed", || !status(&ingest, "a:1", 0, |status| status.is_connected()));
+    let mut publisher = Publisher::rebind(&context, &endpoint).subscribed();
+    publisher.send(&[Event::Store { tokens: &new, from: 0 }]);
+    wait_depth(&ingest, "a:1", &new, 3);
+    assert_eq!(depth(&ingest, "a:1", &old), Some(0), "blocks of the former life are gone");
+    assert_eq!(status(&ingest, "a:1", 0, |status| (status.resets.get(), status.batches_lost.get())), (1, 0));
+}
+
+#[test]
+fn a_gap_resets_and_broken_messages_do_not() {
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let ingest = start();
+    ingest.fleet_updates.send(vec![worker("a:1", Some(&publisher.endpoint))]);
+    publisher = publisher.subscribed();
+    let (old, new, third) = (tokens(1, 6), tokens(1000, 3), tokens(2000, 2));
+    publisher.sequence = 40;
+    publisher.send(&[Event::Store { tokens: &old, from: 0 }]);
+    wait_depth(&ingest, "a:1", &old, 6);
+    // Every one of these is counted and skipped; the view stays.
+    publisher.send_frames(&[b"only one frame"]);
+    publisher.send_frames(&[b"t", b"four", b"payload"]);
+    publisher.send_frames(&[b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10"]);
+    publisher.send_as(40, &batch(&[Event::Store { tokens: &old, from: 0 }], None));
+    publisher.send_as(41, b"\xc1");
+    publisher.sequence = 42;
+    wait_until("counted", || status(&ingest, "a:1", 0, |status| status.messages_broken.get()) == 4);
+    assert_eq!(status(&ingest, "a:1", 0, |status| status.batches_repeated.get()), 1);
+    assert_eq!(depth(&ingest, "a:1", &old), Some(6));
+    // 42 and 43 are lost.
+    publisher.sequence = 44;
+    publisher.send(&[Event::Store { tokens: &new, from: 0 }]);
+    wait_depth(&ingest, "a:1", &new, 3);
+    assert_eq!(depth(&ingest, "a:1", &old), Some(0), "never half-trusted");
+    let counts = |status: &infera_router::index::RankStatus| {
+        (status.resets.get(), status.batches_lost.get(), status.next_sequence.get())
+    };
+    assert_eq!(status(&ingest, "a:1", 0, counts), (1, 2, 45));
+    // Two frames: no sequence, applied as they come.
+    publisher.send_frames(&[b"t", &batch(&[Event::Store { tokens: &third, from: 0 }], None)]);
+    wait_depth(&ingest, "a:1", &third, 2);
+}
+
+#[test]
+fn ranks_publish_on_consecutive_ports_and_a_batch_may_name_another_rank() {
+    let context = zmq::Context::new();
+    let (first, mut second) = loop {
+        let first = Publisher::new(&context);
+        let (host, port) = first.endpoint.rsplit_once(':').unwrap();
+        let next = format!("{host}:{}", port.parse::<u32>().unwrap() + 1);
+        if let Some(second) = Publisher::bind(&context, &next) {
+            break (first, second);
+        }
+    };
+    let ingest = start();
+    let mut ranked = worker("a:1", Some(&first.endpoint));
+    ranked.record.dp_size = Some(2);
+    ingest.fleet_updates.send(vec![ranked]);
+    let first = first.subscribed();
+    second = second.subscribed();
+    let (one, two) = (tokens(1, 4), tokens(500, 4));
+    second.send(&[Event::Store { tokens: &one, from: 0 }]);
+    wait_depth(&ingest, "a:1#dp1", &one, 4);
+    assert_eq!(depth(&ingest, "a:1#dp0", &one), Some(0));
+    first.send_as(0, &batch(&[Event::Store { tokens: &two, from: 0 }], Some(1)));
+    wait_depth(&ingest, "a:1#dp1", &two, 4);
+    assert_eq!(depth(&ingest, "a:1#dp0", &two), Some(0));
+    // A gap of rank 0's publisher casts doubt on all it has said, also about rank 1.
+    first.send_as(5, &batch(&[Event::Store { tokens: &two, from: 0 }], Some(0)));
+    wait_depth(&ingest, "a:1#dp0", &two, 4);
+    wait_depth(&ingest, "a:1#dp1", &two, 0);
+}
+
+#[test]
+fn an_unregistered_block_size_is_learned_and_a_wrong_one_is_counted() {
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::bind(&context, "tcp://[::1]:*").expect("IPv6 loopback");
+    let ingest = start();
+    let mut unsized_worker = worker("a:1", Some(&publisher.endpoint));
+    unsized_worker.record.kv_block_size = None;
+    ingest.fleet_updates.send(vec![unsized_worker.clone()]);
+    publisher = publisher.subscribed();
+    let prompt = tokens(1, 4);
+    wait_until("the worker", || !ingest.view.load().fleet.targets.is_empty());
+    assert_eq!(ingest.view.load().fleet.targets[0].block_size, None);
+    publisher.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    wait_until("learned", || ingest.view.load().fleet.targets[0].block_size == Some(BLOCK_SIZE as u32));
+    let before = ingest.view.load().fleet.targets[0].id;
+    // Now the engine was asked, and says otherwise. Same registration, so the view stays.
+    unsized_worker.record.kv_block_size = Some(64);
+    ingest.fleet_updates.send(vec![unsized_worker]);
+    wait_until("registered", || ingest.view.load().fleet.targets[0].block_size == Some(64));
+    assert_eq!(ingest.view.load().fleet.targets[0].id, before);
+    publisher.send(&[Event::Store { tokens: &tokens(500, 2), from: 0 }]);
+    wait_until("counted", || status(&ingest, "a:1", 0, |status| status.block_size_mismatches.get()) == 1);
+    wait_depth(&ingest, "a:1", &prompt, 4);
+}
+
+/// Five batches, one block each; `lost` are not sent live.
+fn send_with_losses(publisher: &Publisher, prompt: &[u32], from: u64, lost: &[u64]) -> Vec<(u64, Vec<u8>)> {
+    let mut all = Vec::new();
+    for at in 0..5 {
+        let event = Event::Store { tokens: &prompt[..(at + 1) * BLOCK_SIZE], from: at };
+        all.push((at as u64, batch(&[event], None)));
+    }
+    for (sequence, payload) in all.iter().filter(|(sequence, _)| *sequence >= from && !lost.contains(sequence)) {
+        publisher.send_as(*sequence, payload);
+    }
+    all
+}
+
+#[test]
+fn lost_batches_are_replayed_and_nothing_is_forgotten() {
+    for with_topic in [false, true] {
+        let context = zmq::Context::new();
+        let prompt = tokens(1, 5);
+        let mut publisher = Publisher::new(&context);
+        let buffer = send_with_losses(&publisher, &prompt, 0, &[]);
+        let server = ReplayServer::start(&context, buffer, with_topic);
+        let ingest = start();
+        let mut worker = worker("a:1", Some(&publisher.endpoint));
+        worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
+        ingest.fleet_updates.send(vec![worker]);
+        publisher = publisher.subscribed();
+        send_with_losses(&publisher, &prompt, 0, &[1, 2]);
+        wait_depth(&ingest, "a:1", &prompt, 5);
+        let counts = |status: &infera_router::index::RankStatus| {
+            (status.resets.get(), status.batches_lost.get(), status.batches_replayed.get(), status.batches.get())
+        };
+        assert_eq!(status(&ingest, "a:1", 0, counts), (0, 0, 2, 5), "each batch once");
+        assert!(ingest.stop());
+        assert_eq!(server.stop(), [1]);
+    }
+}
+
+/// The router comes when the engine is at its fourth batch: the first three are asked for.
+#[test]
+fn a_late_router_recovers_by_replay() {
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    let mut publisher = Publisher::new(&context);
+    let server = ReplayServer::start(&context, send_with_losses(&publisher, &prompt, 0, &[]), true);
+    let ingest = start();
+    // Address and replay socket become known one after the other, without a new registration.
+    let mut worker = worker("a:1", None);
+    ingest.fleet_updates.send(vec![worker.clone()]);
+    wait_until("the worker", || !ingest.view.load().fleet.targets.is_empty());
+    let target = ingest.view.load().fleet.targets[0].id;
+    worker.record.kv_events_endpoint = Some(publisher.endpoint.clone());
+    ingest.fleet_updates.send(vec![worker.clone()]);
+    publisher = publisher.subscribed();
+    worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
+    let updates = ingest.stats.fleet_updates.get();
+    ingest.fleet_updates.send(vec![worker]);
+    wait_until("the update", || ingest.stats.fleet_updates.get() > updates);
+    send_with_losses(&publisher, &prompt, 3, &[]);
+    wait_depth(&ingest, "a:1", &prompt, 5);
+    assert_eq!(ingest.view.load().fleet.targets[0].id, target);
+    assert_eq!(status(&ingest, "a:1", 0, |status| status.batches_replayed.get()), 3);
+    drop(ingest);
+    assert_eq!(server.stop(), [0]);
+}
+
+/// The engine's buffer begins after the gap, or nobody answers: the rank starts again from what it still gets.
+#[test]
+fn a_replay_that_cannot_help_resets() {
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    for answers in [true, false] {
+        let mut publisher = Publisher::new(&context);
+        let late = send_with_losses(&publisher, &prompt, 0, &[]).split_off(3);
+        let server = answers.then(|| ReplayServer::start(&context, late, true));
+        let ingest = start();
+        let mut worker = worker("a:1", Some(&publisher.endpoint));
+        // Port 9 (discard) of the loopback: nobody listens there.
+        worker.record.kv_replay_endpoint =
+            Some(server.as_ref().map_or("tcp://127.0.0.1:9".to_owned(), |server| server.endpoint.clone()));
+        ingest.fleet_updates.send(vec![worker]);
+        publisher = publisher.subscribed();
+        send_with_losses(&publisher, &prompt, 0, &[1, 2, 3]);
+        wait_until("the reset", || status(&ingest, "a:1", 0, |status| status.resets.get()) == 1);
+        wait_until("what is left waits for its parents", || {
+            status(&ingest, "a:1", 0, |status| (status.visible_blocks.get(), status.orphans_waiting.get()))
+                == (0, if answers { 2 } else { 1 })
+        });
+        assert_eq!(status(&ingest, "a:1", 0, |status| status.batches_lost.get()), if answers { 2 } else { 3 });
+        assert!(ingest.stop());
+        server.map(ReplayServer::stop);
+    }
+}
+
+/// Many threads book and release at random; at every moment the load is at least what is booked, and at rest it is 0.
+#[test]
+fn the_ledger_is_exact_at_rest_and_counts_shared_blocks_once() {
+    let ingest = start();
+    let loads: Vec<Arc<TargetLoad>> = (0..3).map(|_| Arc::default()).collect();
+    let shared = prompt_blocks(&tokens(1, 10), BLOCK_SIZE);
+    let held = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4u64)
+            .map(|seed| {
+                let (ledger, loads, shared) = (ingest.ledger.clone(), loads.clone(), shared.clone());
+                scope.spawn(move || {
+                    let mut random = fastrand::Rng::with_seed(seed);
+                    let mut held = Vec::new();
+                    for round in 0..3_000 {
+                        let at = random.usize(0..loads.len());
+                        let blocks = match random.u8(0..4) {
+                            0 => Vec::new(),
+                            _ => shared[..random.usize(1..=shared.len())].to_vec(),
+                        };
+                        held.push(Booking::new(TargetId(at as u64), &loads[at], blocks.into(), &ledger, round));
+                        if held.len() > 20 {
+                            held.swap_remove(random.usize(0..held.len()));
+                        }
+                    }
+                    held
+                })
+            })
+            .collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    let requests: u64 = loads.iter().map(|load| load.requests()).sum();
+    assert_eq!(requests as usize, held.len());
+    let one = Booking::new(TargetId(9), &loads[0], Arc::new([]), &ingest.ledger, 0);
+    drop(one);
+    drop(held);
+    wait_until("no load", || loads.iter().all(|load| load.active_blocks() == 0 && load.requests() == 0));
+    let pair = [0, 1].map(|_| Booking::new(TargetId(0), &loads[0], shared.clone().into(), &ingest.ledger, 0));
+    wait_until("ten distinct blocks", || loads[0].active_blocks() == 10);
+    drop(pair);
+    wait_until("no load", || loads[0].active_blocks() == 0);
+}
+
+/// The core sleeps between the rounds: a ring that got lost would leave the booking unread until the deadline.
+#[test]
+fn no_wake_up_is_ever_lost() {
+    let ingest = start();
+    let load: Arc<TargetLoad> = Arc::default();
+    let blocks: Arc<[_]> = prompt_blocks(&tokens(1, 3), BLOCK_SIZE).into();
+    let mut random = fastrand::Rng::with_seed(3);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    for round in 1..=5_000u64 {
+        let booking = Booking::new(TargetId(1), &load, blocks.clone(), &ingest.ledger, round);
+        (0..random.u32(0..200)).for_each(|_| std::hint::spin_loop());
+        drop(booking);
+        while ingest.stats.ledger_messages.get() < 2 * round {
+            assert!(Instant::now() < deadline, "round {round}: the core sleeps over a message");
+            std::hint::spin_loop();
+            std::thread::yield_now();
+        }
+    }
+    assert_eq!(load.active_blocks(), 0);
+}
+
+#[test]
+fn an_idle_core_does_not_turn() {
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let ingest = start();
+    ingest.fleet_updates.send(vec![worker("a:1", Some(&publisher.endpoint))]);
+    publisher = publisher.subscribed();
+    publisher.send(&[Event::Store { tokens: &tokens(1, 2), from: 0 }]);
+    wait_depth(&ingest, "a:1", &tokens(1, 2), 2);
+    wait_until("connected", || status(&ingest, "a:1", 0, |status| status.is_connected()));
+    // Not a wait for something to happen: the span over which nothing may.
+    let before = ingest.stats.turns.get();
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(ingest.stats.turns.get() - before <= 2, "turns without a reason");
+}

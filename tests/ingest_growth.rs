@@ -1,0 +1,72 @@
+//! Publishers that restart and workers that come and go leave no descriptor, thread, block or run behind. Alone in its
+//! process, because it counts the process's own descriptors and threads.
+
+mod kv_publisher;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use infera_router::ingest::{Ingest, IngestConfig};
+use kv_publisher::*;
+
+fn entries(directory: &str) -> usize {
+    std::fs::read_dir(directory).unwrap().count()
+}
+
+fn usage() -> (usize, usize) {
+    (entries("/proc/self/fd"), entries("/proc/self/task"))
+}
+
+#[test]
+fn restarts_and_leaves_leave_nothing_behind() {
+    let context = zmq::Context::new();
+    let ingest = Ingest::start(IngestConfig::default()).unwrap();
+    let mut publisher = Publisher::new(&context);
+    let endpoint = publisher.endpoint.clone();
+    let prompt: Vec<u32> = (1..=40).collect();
+    let mut before = None;
+    for round in 0..10 {
+        ingest.fleet_updates.send(vec![worker("a:1", Some(&endpoint))]);
+        publisher = publisher.subscribed();
+        publisher.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+        wait_depth(&ingest, "a:1", &prompt, 10);
+        // The publisher restarts under the same registration.
+        drop(publisher);
+        publisher = Publisher::rebind(&context, &endpoint).subscribed();
+        publisher.send(&[Event::Store { tokens: &prompt[..8], from: 0 }]);
+        wait_until("the new life", || depth(&ingest, "a:1", &prompt) == Some(2));
+        if let Some(before) = before {
+            wait_until(&format!("{before:?} descriptors and threads in round {round}"), || usage() <= before);
+        } else {
+            before = Some(usage());
+        }
+        ingest.fleet_updates.send(Vec::new());
+        publisher.wait_subscription(0);
+        wait_until("an empty index", || ingest.stats.index_blocks.get() == 0 && ingest.stats.index_runs.get() == 0);
+    }
+    // The same id leaves and comes back under a storm of events.
+    let stop = AtomicBool::new(false);
+    let storm = std::thread::scope(|scope| {
+        let flag = &stop;
+        let storm = scope.spawn(move || {
+            let mut at = 0u32;
+            while !flag.load(Ordering::Relaxed) {
+                let tokens: Vec<u32> = (at..at + 40).collect();
+                publisher.send(&[Event::Store { tokens: &tokens, from: 0 }]);
+                at = at.wrapping_add(1) % 1000;
+            }
+            publisher
+        });
+        for _ in 0..300 {
+            ingest.fleet_updates.send(vec![worker("a:1", Some(&endpoint))]);
+            wait_until("there", || depth(&ingest, "a:1", &prompt).is_some());
+            ingest.fleet_updates.send(Vec::new());
+            wait_until("gone", || depth(&ingest, "a:1", &prompt).is_none());
+        }
+        stop.store(true, Ordering::Relaxed);
+        storm.join().unwrap()
+    });
+    assert_eq!(ingest.view.load().ranks.len(), 0);
+    assert_eq!((ingest.stats.index_blocks.get(), ingest.stats.index_runs.get()), (0, 0));
+    drop(storm);
+    assert!(ingest.stop());
+}
