@@ -14,6 +14,7 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::discovery::DiscoveryConfig;
+use crate::proxy::DisaggregationSettings;
 use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
 
@@ -65,6 +66,7 @@ pub struct Config {
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
     pub request_retries_max: u32,
+    pub disaggregation: DisaggregationSettings,
     pub upstream: UpstreamTimeouts,
     /// At least 1.
     pub shards: usize,

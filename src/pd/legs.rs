@@ -93,7 +93,30 @@ pub fn decode_leg(
     ids: &AttemptIds,
     handoff: Option<&Handoff>,
 ) -> Leg {
+    decode_with(Edits::default(), pair, endpoint, members, ids, handoff)
+}
+
+/// A decode leg for nobody: it pulls the KV that a prefill worker holds, generates one token and ends.
+pub fn release_leg(
+    pair: &Pair<'_>,
+    endpoint: PdEndpoint,
+    members: &Members,
+    ids: &AttemptIds,
+    handoff: Option<&Handoff>,
+) -> Leg {
     let mut edits = Edits::default();
+    one_token(&mut edits, endpoint, pair.protocol());
+    decode_with(edits, pair, endpoint, members, ids, handoff)
+}
+
+fn decode_with(
+    mut edits: Edits,
+    pair: &Pair<'_>,
+    endpoint: PdEndpoint,
+    members: &Members,
+    ids: &AttemptIds,
+    handoff: Option<&Handoff>,
+) -> Leg {
     edits.remove(PREFILL_PIN);
     match pair.protocol() {
         Protocol::SglangBootstrap => {

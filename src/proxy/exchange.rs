@@ -9,7 +9,10 @@ use infera_shards::{
 };
 use tracing::{debug, warn};
 
-use super::metrics::{Outcome, RequestMetrics};
+use super::cleanup::DATA_PARALLEL_RANK;
+use super::direct::{self, Named};
+use super::disaggregated;
+use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::observe::AnswerObserver;
 use super::pick::{Picked, Wish, pick};
 use super::prompts::{self, Prompts};
@@ -20,34 +23,40 @@ use crate::prompt::extract::RoutingFields;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
 
-const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// Counts a request from its start to its end. A record that is dropped unfinished belongs to a client that
 /// left: the engine drops the request's future then.
 struct Record<'a> {
     metrics: &'a RequestMetrics,
+    router: RouterLabel,
     received: Instant,
     outcome: Outcome,
 }
 
 impl<'a> Record<'a> {
     fn start(metrics: &'a RequestMetrics, received: Instant) -> Self {
-        metrics.request_started();
-        Self { metrics, received, outcome: Outcome::StreamFailed }
+        let router = RouterLabel::Mixed;
+        metrics.request_started(router);
+        Self { metrics, router, received, outcome: Outcome::StreamFailed }
+    }
+
+    fn serve_as(&mut self, router: RouterLabel) {
+        self.metrics.request_moved(self.router, router);
+        self.router = router;
     }
 }
 
 impl Drop for Record<'_> {
     fn drop(&mut self) {
-        self.metrics.request_ended(self.outcome, self.received.elapsed().as_secs_f64());
+        self.metrics.request_ended(self.router, self.outcome, self.received.elapsed().as_secs_f64());
     }
 }
 
 /// Serves one request that goes to a worker.
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
     let mut record = Record::start(&service.shared.metrics, request.received);
-    record.outcome = match attempts(service, endpoint, request, responder).await {
+    record.outcome = match attempts(service, endpoint, request, responder, &mut record).await {
         Ok(outcome) => outcome,
         Err(error) => {
             let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
@@ -60,11 +69,13 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
 }
 
 /// What the router knows of a request before it picks.
-struct Route {
-    endpoint: Endpoint,
+pub(super) struct Route {
+    pub endpoint: Endpoint,
     /// As the client wrote it; empty for none.
-    model: String,
-    prompts: Prompts,
+    pub model: String,
+    /// Workers that a gateway has chosen.
+    pub named: Named,
+    pub prompts: Prompts,
 }
 
 async fn attempts(
@@ -72,9 +83,20 @@ async fn attempts(
     endpoint: Endpoint,
     request: Request,
     responder: &mut Responder,
+    record: &mut Record<'_>,
 ) -> Result<Outcome, ApiError> {
     let model = requested_model(&endpoint, &request)?;
-    let mut route = Route { endpoint, model, prompts: Prompts::default() };
+    let mode = service.shared.settings.disaggregation.mode;
+    let named = Named::of(mode, &request.head, &service.view().fleet)?;
+    let mut route = Route { endpoint, model, named, prompts: Prompts::default() };
+    if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint, &request) {
+        let view = service.view();
+        if disaggregated::is_pair(&view.fleet, named_model(&view.fleet, &route.model), &route.named) {
+            drop(view);
+            record.serve_as(RouterLabel::Disagg);
+            return Box::pin(disaggregated::serve(service, endpoint, route, request, responder)).await;
+        }
+    }
     if service.shared.settings.policy == Policy::KvAware && route.endpoint != Endpoint::Forward {
         let view = service.view();
         let (_, pool) = pool_of(&view.fleet, &route)?;
@@ -116,6 +138,11 @@ async fn attempts(
 fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result<Option<(Picked, bool)>, ApiError> {
     let view = service.view();
     let (model, pool) = pool_of(&view.fleet, route)?;
+    let narrowed = match &route.named.worker {
+        Some(id) => Some(direct::narrowed(&view.fleet, pool, id, model)?),
+        None => None,
+    };
+    let pool = narrowed.as_deref().unwrap_or(pool);
     let by_load = route.endpoint == Endpoint::Forward;
     let wish = Wish { model, role: Role::Mixed, pool, prompts: &route.prompts, tried, by_load };
     let Some(picked) = pick(service, &view, &wish) else { return Ok(None) };
@@ -125,12 +152,17 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
     Ok(Some((picked, may_retry)))
 }
 
-/// The pool that may serve the request. A body without a model is served when the fleet has just one.
-fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]), ApiError> {
-    let named = match (route.model.as_str(), fleet.models.len()) {
+/// The model that the request is for. A body without a model is served when the fleet has just one.
+pub(super) fn named_model<'a>(fleet: &'a Fleet, model: &'a str) -> &'a str {
+    match (model, fleet.models.len()) {
         ("", 1) => fleet.models.keys().next().map_or("", |name| &**name),
         (model, _) => model,
-    };
+    }
+}
+
+/// The pool that may serve the request.
+fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]), ApiError> {
+    let named = named_model(fleet, &route.model);
     let topology = route::topology(fleet, named).map_err(|error| ApiError::from_topology(named, error))?;
     let Some((name, _)) = fleet.models.get_key_value(named) else {
         return Err(ApiError::from_topology(named, route::TopologyError::NoWorkers));
@@ -139,10 +171,10 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
         Topology::Mixed(pool) => Ok((name, pool)),
         // Paths without a prompt need no pair: any worker of the decode pool answers them.
         Topology::Disaggregated { decode, .. } if route.endpoint == Endpoint::Forward => Ok((name, decode)),
-        Topology::Disaggregated { .. } => Err(ApiError::NotBuilt(format!(
-            "model={named:?} is served by prefill and decode workers, and disaggregated dispatch is not built yet; \
-             register workers with role mixed"
-        ))),
+        // Left to a gateway that named a mixed worker; pairs are served elsewhere.
+        Topology::Disaggregated { .. } => {
+            Ok((name, fleet.models.get(named).map_or(&[][..], |pool| &pool.mixed)))
+        }
     }
 }
 
@@ -182,8 +214,10 @@ fn multipart_model(body: &[u8]) -> Option<String> {
 async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
     let rank = picked.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank)));
-    // A rank-multiplexed worker gets the picked rank; any other gets what the client asked for.
-    let remove: &[HeaderName] = if rank.is_some() { &[DATA_PARALLEL_RANK] } else { &[] };
+    // Names of workers are not for workers. A rank-multiplexed one gets the picked rank; any other gets what the client
+    // asked for.
+    const REMOVED: [HeaderName; 3] = [direct::WORKER, direct::PREFILL, DATA_PARALLEL_RANK];
+    let remove = &REMOVED[..if rank.is_some() { 3 } else { 2 }];
     let upstream_request = UpstreamRequest {
         address: picked.address,
         authority: &worker.authority,

@@ -21,7 +21,8 @@ pub(super) struct Picked {
     pub address: SocketAddr,
     pub rank: Option<u32>,
     pub handles: Handles,
-    _booking: Booking,
+    /// Absent once it was handed to somebody who ends earlier.
+    pub booking: Option<Booking>,
 }
 
 /// What a pick is for.
@@ -76,11 +77,11 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Opt
             block_tokens: target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
         });
     }
-    let weight = shared.settings.overlap_weight;
+    let weight = shared.settings.overlap_weight_of(wish.role);
     let choice = route::pick(weight, candidates)?;
     let target = &view.fleet.targets[choice.target as usize];
     let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
-    shared.metrics.picked(choice.cache_hits, choice.request_blocks);
+    shared.metrics.picked(wish.role, choice.cache_hits, choice.request_blocks);
     info!(
         policy = "kv-aware",
         role = wish.role.as_str(),
@@ -105,6 +106,6 @@ fn book(service: &RouterService, target: &Target, blocks: Arc<[BlockHash]>) -> O
         address,
         rank: target.rank,
         handles,
-        _booking: Booking::new(target.id, &target.load, blocks, &shared.ledger, shared.now_ns()),
+        booking: Some(Booking::new(target.id, &target.load, blocks, &shared.ledger, shared.now_ns())),
     })
 }
