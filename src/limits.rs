@@ -102,3 +102,8 @@ pub const RELEASE_DEADLINE: std::time::Duration = std::time::Duration::from_secs
 
 /// An abort call for a leg that was just sent waits until the leg is this old: one that overtakes its request is lost.
 pub const ABORT_AGE_MIN: std::time::Duration = std::time::Duration::from_millis(250);
+/// Bytes of the prompt side's prefix cache (`--prompt-cache-bytes`): about 1,200 conversations of 110,000 tokens.
+pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
+/// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
+/// ends of its monitor, and a replay now and then.
+pub const RANKS_PER_EVENT_CONTEXT: usize = 200;

@@ -6,16 +6,15 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use infera_router::admin::{Admin, AdminState};
-use infera_router::config::{self, Config, InspectCommand, Invocation, IoDriver};
+use infera_router::config::{self, Config, InspectCommand, Invocation};
 use infera_router::discovery::Discovery;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
-use infera_router::prompt::{Prompter, PrompterOptions};
 use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared};
 use infera_router::route::Policy;
 use infera_router::{inspect, logging};
-use infera_shards::{DriverChoice, Engine, EngineConfig};
+use infera_shards::Engine;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
@@ -49,8 +48,13 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     config.effective().for_each(|line| tracing::debug!("{line}"));
     config.warnings.iter().for_each(|warning| warn!("{warning}"));
 
-    let prompter = load_prompter(config)?;
-    let ingest = Ingest::start(IngestConfig { subscribe: config.policy == Policy::KvAware, ..Default::default() })?;
+    config::raise_descriptor_limit();
+    let prompter = config.prompter()?;
+    let ingest = Ingest::start(IngestConfig {
+        cpu: config.placement().ingest,
+        subscribe: config.policy == Policy::KvAware,
+        ..IngestConfig::default()
+    })?;
     let fleet_updates = ingest.fleet_updates.clone();
     let discovery = Discovery::start(config.discovery.clone(), move |workers| fleet_updates.send(workers))?;
 
@@ -75,7 +79,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         view: ingest.view.clone(),
         ledger: ingest.ledger.clone(),
         prompter,
-        encoders: EncoderPool::start(config.encoder_threads.unwrap_or_else(default_encoder_threads))?,
+        encoders: EncoderPool::start(config.encoder_thread_count())?,
         metrics,
         control: admin.control_plane(),
         lifecycle: lifecycle.clone(),
@@ -85,7 +89,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
 
     let for_shards = shared.clone();
     let engine =
-        Arc::new(Engine::start(engine_config(config), move |context| RouterService::new(for_shards.clone(), context))?);
+        Arc::new(Engine::start(config.engine(), move |context| RouterService::new(for_shards.clone(), context))?);
     // Set once, here: the page shows the engine from now on.
     let _ = engine_stats.set(Arc::downgrade(&engine));
     let driver = engine.driver();
@@ -130,38 +134,4 @@ fn wait_for_requests(engine: &Engine, timeout: Duration, signals: &mut Signals) 
         std::thread::sleep(Duration::from_millis(10));
     }
     engine.requests_active()
-}
-
-fn load_prompter(config: &Config) -> anyhow::Result<Option<Arc<Prompter>>> {
-    if config.policy != Policy::KvAware {
-        return Ok(None);
-    }
-    let Some(path) = &config.tokenizer_path else {
-        // Said among the warnings of the configuration.
-        return Ok(None);
-    };
-    let prompter =
-        Prompter::load(path, PrompterOptions::default()).with_context(|| format!("cannot load {}", path.display()))?;
-    info!(path = %path.display(), "tokenizer loaded");
-    Ok(Some(Arc::new(prompter)))
-}
-
-fn default_encoder_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 4).max(1))
-}
-
-fn engine_config(config: &Config) -> EngineConfig {
-    let mut engine = EngineConfig::new(config.listen);
-    engine.shards = config.shards;
-    engine.cpus = config.shard_cpus.clone();
-    engine.driver = match config.io_driver {
-        IoDriver::Auto => DriverChoice::Auto,
-        IoDriver::Epoll => DriverChoice::Epoll,
-    };
-    engine.require_io_uring = config.require_io_uring;
-    engine.limits.body_bytes_max = config.max_body_bytes;
-    engine.upstream.connect_timeout = config.upstream.connect;
-    engine.upstream.first_byte_timeout = config.upstream.first_byte;
-    engine.upstream.idle_timeout = config.upstream.idle;
-    engine
 }

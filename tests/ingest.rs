@@ -1,5 +1,6 @@
 //! The ingest core against real sockets: publishers that come late, restart, skip and vanish; workers that leave with
 //! events in flight; and the load ledger's exactness.
+#![allow(clippy::unwrap_used)]
 
 mod kv_publisher;
 
@@ -280,6 +281,71 @@ fn a_replay_that_cannot_help_resets() {
         assert!(ingest.stop());
         server.map(ReplayServer::stop);
     }
+}
+
+/// `inspect events --connect`: one line for each live frame, until nobody reads them any more.
+#[test]
+fn inspection_listens_to_a_live_publisher() {
+    struct Lines(std::sync::mpsc::Sender<String>);
+    impl std::io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            let text = String::from_utf8_lossy(bytes).into_owned();
+            self.0.send(text).map_err(|_| std::io::ErrorKind::BrokenPipe)?;
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let endpoint = publisher.endpoint.clone();
+    let listener = std::thread::spawn(move || infera_router::inspect::events::listen(&endpoint, true, Lines(sender)));
+    publisher = publisher.subscribed();
+    let prompt = tokens(1, 3);
+    publisher.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    let mut text = String::new();
+    while !text.ends_with('\n') {
+        text.push_str(&receiver.recv_timeout(Duration::from_secs(20)).unwrap());
+    }
+    let line: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut hashes: Vec<String> =
+        prompt_blocks(&prompt, BLOCK_SIZE).iter().map(|block| format!("{:016x}", block.0)).collect();
+    hashes.sort();
+    let expected = serde_json::json!({"seq": 0, "applied": 1, "skipped": 0, "visible_blocks": 3,
+        "visible_plain_blocks": 3, "hashes": hashes});
+    assert_eq!(line, expected);
+    drop(receiver);
+    publisher.send(&[Event::Clear]);
+    assert!(listener.join().unwrap().is_err(), "ends when its output is closed");
+}
+
+/// More subscriptions than one ZMQ context has sockets for.
+#[test]
+fn hundreds_of_ranks_are_followed() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let ingest = start();
+    let ids: Vec<String> = (0..420).map(|number| format!("w{number:03}:1")).collect();
+    ingest.fleet_updates.send(ids.iter().map(|id| worker(id, Some(&publisher.endpoint))).collect());
+    publisher.wait_subscription(1);
+    let prompt = tokens(1, 3);
+    wait_until("all connected", || {
+        let view = ingest.view.load();
+        view.ranks.len() == ids.len() && view.ranks.iter().flatten().all(|rank| rank.is_connected())
+    });
+    // A subscription may arrive a little after its handshake: say it until everybody has heard it.
+    wait_until("all have heard", || {
+        publisher.send(&[Event::Clear, Event::Store { tokens: &prompt, from: 0 }]);
+        ids.iter().all(|id| depth(&ingest, id, &prompt) == Some(3))
+    });
+    assert_eq!(ingest.stats.index_runs.get(), 1, "one run, held by all");
+    ingest.fleet_updates.send(Vec::new());
+    wait_until("all gone", || ingest.view.load().ranks.is_empty() && ingest.stats.index_blocks.get() == 0);
 }
 
 /// Many threads book and release at random; at every moment the load is at least what is booked, and at rest it is 0.

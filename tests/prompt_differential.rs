@@ -4,6 +4,8 @@
 //! `INFERA_REFERENCE_PYTHON`, and the tokenizers of `tests/setup/fetch_tokenizers.sh`; without them the test says
 //! that it did not run. `INFERA_REFERENCE_CASES` (default 300 per tokenizer) and `INFERA_REFERENCE_SEED` widen it.
 
+#![allow(clippy::unwrap_used)]
+
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};

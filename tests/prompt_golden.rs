@@ -3,6 +3,8 @@
 //! Needs the tokenizers of `tests/setup/fetch_tokenizers.sh`. Without them the tests say which did not run; with
 //! `INFERA_REQUIRE_TOKENIZERS=1` that is a failure.
 
+#![allow(clippy::unwrap_used)]
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};

@@ -2,10 +2,14 @@
 //!
 //! Ids are bytes, `<s>` is 256 and `</s>` 257, so expectations can be read.
 
+#![allow(clippy::unwrap_used)]
+
 use std::path::Path;
 
+use infera_router::hash::prompt_blocks;
 use infera_router::prompt::{
-    Endpoint, EngineRules, NoBlocks, Prompt, Prompter, PrompterOptions, blocks, tokens_without_tokenizer,
+    Attempt, Endpoint, EngineRules, NoBlocks, Prompt, Prompter, PrompterOptions, Variant, blocks,
+    tokens_without_tokenizer,
 };
 use serde_json::json;
 use tempfile::TempDir;
@@ -363,6 +367,31 @@ fn template_arguments_by_engine() {
     ] {
         assert_eq!(model.text(Vllm, &body(more)), vllm, "{more}");
         assert_eq!(model.text(Sglang, &body(more)), sglang, "{more}");
+    }
+}
+
+#[test]
+fn arguments_of_the_server_are_defaults_below_the_requests_own() {
+    let kwargs = |text: &str| serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text).unwrap();
+    let options =
+        PrompterOptions { chat_template_kwargs: kwargs(r#"{"x":"fleet","y":1}"#), ..PrompterOptions::default() };
+    let model = model_with(false, json!({"chat_template": "{{ x }}|{{ y }}|{{ reasoning_effort }}"}), options);
+    let body = |more: &str| format!(r#"{{"messages":[{{"role":"user","content":"u"}}]{more}}}"#);
+    let own = r#","chat_template_kwargs":{"x":"own"}"#;
+    for engine in [Vllm, Sglang] {
+        assert_eq!(model.text(engine, &body("")), "fleet|1|");
+        assert_eq!(model.text(engine, &body(own)), "own|1|");
+        // A worker's own arguments replace the fleet's.
+        let worker = Variant::of(&kwargs(r#"{"x":"worker","reasoning_effort":"low"}"#)).unwrap();
+        for (more, expected) in [("", "worker||low"), (own, "own||low")] {
+            let Ok(Attempt::Ready(blocks)) =
+                model.prompter.attempt(Endpoint::Chat, engine, Some(&worker), body(more).as_bytes(), &[1], usize::MAX)
+            else {
+                panic!("blocks")
+            };
+            let bytes: Vec<u32> = expected.bytes().map(u32::from).collect();
+            assert_eq!(*blocks[0].hashes, prompt_blocks(&bytes, 1), "{more}");
+        }
     }
 }
 

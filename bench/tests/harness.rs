@@ -1,5 +1,7 @@
 //! The harness on real processes: honest proxies are measured, dishonest ones fail, nothing stays behind.
 
+#![allow(clippy::unwrap_used)]
+
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::Path;

@@ -1,6 +1,7 @@
 //! Owns the measuring side of the project: simulated engines, workloads, load generation, the demo. Never imports the
 //! router, so that both sides can only agree through the wire.
 
+pub mod demo;
 pub mod engine;
 pub mod net;
 pub mod prompt;

@@ -10,6 +10,10 @@ use infera_shards::{
     ShardContext, UpstreamRequest,
 };
 
+/// As in the router: glibc keeps the memory of a peak, and frees through a lock.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 struct Proxy {
     context: ShardContext,
     upstream: SocketAddr,
@@ -55,7 +59,7 @@ fn main() {
     let mut upstream = None;
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
-        let mut value = || arguments.next().unwrap_or_else(|| usage());
+        let mut value = || arguments.next().unwrap_or_else(usage);
         match name.as_str() {
             "--listen" => config.listen = value().parse().unwrap_or_else(|_| usage()),
             "--upstream" => upstream = Some(value().parse().unwrap_or_else(|_| usage())),
@@ -65,7 +69,7 @@ fn main() {
             _ => usage(),
         }
     }
-    let upstream: SocketAddr = upstream.unwrap_or_else(|| usage());
+    let upstream: SocketAddr = upstream.unwrap_or_else(usage);
     let authority = upstream.to_string();
     let started = Engine::start(config, move |context| Proxy { context, upstream, authority: authority.clone() });
     match started {

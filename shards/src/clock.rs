@@ -7,7 +7,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
-use std::pin::pin;
+use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant, SystemTime};
@@ -169,13 +169,17 @@ impl Slot {
         Poll::Pending
     }
 
-    /// Runs `future` until it is done, or this slot fires. `None` = no deadline.
-    pub(crate) async fn within<F: Future>(&self, limit: Option<Duration>, future: F) -> Result<F::Output, Fired> {
+    /// Runs `future` until it is done, or this slot fires. `None` = no deadline. It is taken pinned, because a future
+    /// that is moved into another one is stored twice there.
+    pub(crate) async fn within<F: Future>(
+        &self,
+        limit: Option<Duration>,
+        mut future: Pin<&mut F>,
+    ) -> Result<F::Output, Fired> {
         match limit {
             Some(limit) => self.arm(limit),
             None => self.disarm(),
         }
-        let mut future = pin!(future);
         let outcome = std::future::poll_fn(|cx| match future.as_mut().poll(cx) {
             Poll::Ready(output) => Poll::Ready(Ok(output)),
             Poll::Pending => self.poll_fired(cx).map(Err),

@@ -297,7 +297,7 @@ async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>
     slot.set_idle(true);
     let mut failing = false;
     loop {
-        let waited = slot.within(None, listener.readable()).await;
+        let waited = slot.within(None, pin!(listener.readable())).await;
         for _ in 0..ACCEPTS_PER_TURN {
             match listener.try_accept() {
                 Ok((stream, peer)) => {

@@ -22,29 +22,21 @@ impl SharedStream {
         SharedStream(UnsafeCell::new(stream))
     }
 
-    /// One send; resolves to the bytes taken by the kernel and the buffer.
-    pub(crate) fn send<B: IoBuf>(self: &Rc<Self>, buffer: B) -> impl Future<Output = BufResult<usize, B>> + use<B> {
-        let shared = self.clone();
-        async move {
-            // SAFETY: `write` is not an async fn: it clones the descriptor's handle into an operation and returns a
-            // future that owns both; nothing uses the reference after the call, whatever lifetime the type carries.
-            // Calls cannot overlap: the type is !Sync, and `write` runs no code of ours. `shared` outlives the future.
-            let stream = unsafe { &mut *shared.0.get() };
-            stream.write(buffer).await
-        }
+    /// One send, submitted by this call; resolves to the bytes taken by the kernel and the buffer.
+    pub(crate) fn send<B: IoBuf>(&self, buffer: B) -> impl Future<Output = BufResult<usize, B>> + use<B> {
+        // SAFETY: `write` is not an async fn: it clones the descriptor's handle into an operation and returns a future
+        // that owns both. The lifetime in that future's type is therefore only a formality, and `'static` is as good as
+        // any; nothing uses the reference after this call. Calls cannot overlap: the type is !Sync, and `write` runs no
+        // code of ours but the buffer's pointer and length.
+        let stream: &'static mut TcpStream = unsafe { &mut *self.0.get() };
+        stream.write(buffer)
     }
 
-    /// One receive into the buffer's free part.
-    pub(crate) fn receive<B: IoBufMut>(
-        self: &Rc<Self>,
-        buffer: B,
-    ) -> impl Future<Output = BufResult<usize, B>> + use<B> {
-        let shared = self.clone();
-        async move {
-            // SAFETY: as in `send`; `read` has the same shape.
-            let stream = unsafe { &mut *shared.0.get() };
-            stream.read(buffer).await
-        }
+    /// One receive into the buffer's free part, submitted by this call.
+    pub(crate) fn receive<B: IoBufMut>(&self, buffer: B) -> impl Future<Output = BufResult<usize, B>> + use<B> {
+        // SAFETY: as in `send`; `read` has the same shape.
+        let stream: &'static mut TcpStream = unsafe { &mut *self.0.get() };
+        stream.read(buffer)
     }
 
     /// Waits until a read would not block: bytes, end of stream or an error. Consumes nothing, may be dropped at will.

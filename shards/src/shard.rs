@@ -5,7 +5,6 @@ use std::any::Any;
 use std::cell::Cell;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -82,9 +81,10 @@ pub(crate) fn report_panic(panic: &(dyn Any + Send), what: &'static str) {
 pub fn spawn_local(future: impl Future<Output = ()> + 'static) {
     let alive = Alive::new();
     let slot = Slot::new();
+    // Boxed here: moved into the block below and pinned there, it would be stored twice in every task.
+    let mut future = Box::pin(future);
     crate::net::spawn(async move {
         let _alive = alive;
-        let mut future = pin!(future);
         let caught = std::future::poll_fn(|cx| match poll_caught(future.as_mut(), cx) {
             Poll::Ready(outcome) => Poll::Ready(outcome),
             Poll::Pending => match slot.poll_fired(cx) {

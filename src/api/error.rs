@@ -139,10 +139,13 @@ pub fn from_rejection(rejection: &Rejection) -> Response {
     error_response(rejection.status, kind, code, rejection.reason)
 }
 
-/// Payload of the last SSE event of a stream that its worker cut.
-pub fn stream_error_event(message: &str) -> Bytes {
-    let error = json!({"error": {"message": message, "type": "server_error", "param": null, "code": "worker_failed"}});
-    Bytes::from(format!("data: {error}\n\n"))
+/// Payload of the last SSE event of a stream that its worker cut. The same for every worker, so that a stream does not
+/// carry it along; the log names the worker.
+pub fn stream_error_event() -> Bytes {
+    Bytes::from_static(
+        b"data: {\"error\":{\"message\":\"the worker ended the stream before its end\",\"type\":\"server_error\",\
+          \"param\":null,\"code\":\"worker_failed\"}}\n\n",
+    )
 }
 
 /// A JSON answer.
@@ -158,4 +161,23 @@ fn error_response(status: StatusCode, kind: &str, code: &str, message: &str) -> 
 
 fn listed(names: &[String]) -> String {
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stream_error_is_one_event_with_the_shape_of_every_error() {
+        let event = stream_error_event();
+        let text = std::str::from_utf8(&event).unwrap();
+        let json = text.strip_prefix("data: ").and_then(|rest| rest.strip_suffix("\n\n")).unwrap();
+        let value: serde_json::Value = serde_json::from_str(json).unwrap();
+        assert_eq!(value["error"]["code"], "worker_failed");
+        let other = ApiError::Internal.into_response();
+        let other: serde_json::Value = serde_json::from_slice(&other.body).unwrap();
+        let members =
+            |value: &serde_json::Value| value["error"].as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!(members(&value), members(&other));
+    }
 }

@@ -170,9 +170,10 @@ pub struct MachineArgs {
     /// Shards, one pinned thread each [default: one per core but one, or one per --shard-cpus].
     #[arg(long, value_name = "N")]
     pub shards: Option<u32>,
-    /// CPUs to pin the shards to, as in 2-5,8 [default: not pinned to particular CPUs].
-    #[arg(long, value_name = "LIST")]
-    pub shard_cpus: Option<String>,
+    /// CPUs to pin the shards to: a list as in 2-5,8; auto (the first CPU that this process may use is the ingest
+    /// core's, the shards take the next ones; nothing is pinned where there are too few); or off.
+    #[arg(long, value_name = "LIST", default_value = "auto")]
+    pub shard_cpus: String,
     /// auto (io_uring where it works) or epoll.
     #[arg(long, value_name = "DRIVER", default_value = "auto")]
     pub io_driver: String,

@@ -3,6 +3,7 @@
 
 pub mod cli;
 mod effective;
+mod engine;
 mod validate;
 mod worker_argument;
 
@@ -17,6 +18,7 @@ use crate::discovery::DiscoveryConfig;
 use crate::proxy::DisaggregationSettings;
 use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
+pub use engine::{Placement, raise_descriptor_limit};
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
@@ -70,8 +72,8 @@ pub struct Config {
     pub upstream: UpstreamTimeouts,
     /// At least 1.
     pub shards: usize,
-    /// CPU numbers, distinct, at most one per shard; shard i runs on `cpus[i % len]`.
-    pub shard_cpus: Option<Vec<usize>>,
+    /// A list holds distinct numbers, at most one per shard; shard i runs on number `i % len` of it.
+    pub shard_cpus: ShardCpus,
     pub io_driver: IoDriver,
     pub require_io_uring: bool,
     pub log_format: LogFormat,
@@ -86,6 +88,15 @@ pub struct UpstreamTimeouts {
     pub connect: Duration,
     pub first_byte: Option<Duration>,
     pub idle: Option<Duration>,
+}
+
+/// `--shard-cpus`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ShardCpus {
+    /// The ingest core and the shards get a CPU each, where there are enough.
+    Auto,
+    Off,
+    List(Vec<usize>),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

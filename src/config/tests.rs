@@ -37,7 +37,7 @@ fn defaults_are_those_of_a_bare_metal_host() {
     let upstream = UpstreamTimeouts { connect: Duration::from_secs(5), first_byte: None, idle: None };
     assert_eq!(config.upstream, upstream);
     assert_eq!((config.io_driver, config.log_format), (IoDriver::Auto, LogFormat::Text));
-    assert!(config.shards >= 1 && config.shard_cpus.is_none() && !config.require_io_uring);
+    assert!(config.shards >= 1 && config.shard_cpus == ShardCpus::Auto && !config.require_io_uring);
     let etcd = config.discovery.etcd.expect("etcd is the default source");
     assert_eq!((etcd.endpoints, etcd.prefix.as_str()), (vec!["http://127.0.0.1:2379".to_owned()], "/infera/workers/"));
     assert!(config.warnings.iter().any(|warning| warning.contains("--router-tokenizer-path")));
@@ -228,7 +228,7 @@ fn good_values() {
         "3",
     ]);
     assert_eq!(config.listen, "[::]:0".parse().unwrap());
-    assert_eq!((config.shards, config.shard_cpus), (4, Some(vec![2, 3, 4, 8])));
+    assert_eq!((config.shards, config.shard_cpus), (4, ShardCpus::List(vec![2, 3, 4, 8])));
     assert_eq!(config.drain_timeout, Duration::from_millis(250));
     assert_eq!(config.upstream.first_byte, Some(Duration::from_millis(1500)));
     assert_eq!(config.upstream.idle, Some(Duration::from_secs(2)));

@@ -5,9 +5,11 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::cli::{DisaggregationArgs, DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs};
+use super::cli::{
+    DisaggregationArgs, DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs,
+};
 use super::effective::{Setting, Source, redact};
-use super::{Config, IoDriver, LogFormat, UpstreamTimeouts, worker_argument};
+use super::{Config, IoDriver, LogFormat, ShardCpus, UpstreamTimeouts, worker_argument};
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
 use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode};
 use crate::route::Policy;
@@ -386,22 +388,25 @@ fn upstream(arguments: &UpstreamArgs, problems: &mut Problems) -> UpstreamTimeou
     }
 }
 
-fn shards(arguments: &MachineArgs, problems: &mut Problems) -> (usize, Option<Vec<usize>>) {
-    let cpus = match arguments.shard_cpus.as_deref().map(cpu_list) {
-        None => None,
-        Some(Ok(cpus)) => Some(cpus),
-        Some(Err(problem)) => {
-            problems.add(format!("--shard-cpus: {problem}; write it as in 2-5,8"));
-            None
-        }
+fn shards(arguments: &MachineArgs, problems: &mut Problems) -> (usize, ShardCpus) {
+    let cpus = match arguments.shard_cpus.as_str() {
+        "auto" => ShardCpus::Auto,
+        "off" => ShardCpus::Off,
+        list => match cpu_list(list) {
+            Ok(cpus) => ShardCpus::List(cpus),
+            Err(problem) => {
+                problems.add(format!("--shard-cpus: {problem}; write it as in 2-5,8, or auto, or off"));
+                ShardCpus::Off
+            }
+        },
     };
     let shards = match (arguments.shards, &cpus) {
         (Some(shards), _) => problems.range("--shards", shards, 1, SHARDS_MAX),
-        (None, Some(cpus)) => cpus.len(),
+        (None, ShardCpus::List(cpus)) => cpus.len(),
         // One core is the ingest core's.
-        (None, None) => std::thread::available_parallelism().map_or(1, |cores| cores.get().saturating_sub(1).max(1)),
+        (None, _) => std::thread::available_parallelism().map_or(1, |cores| cores.get().saturating_sub(1).max(1)),
     };
-    if let Some(cpus) = &cpus
+    if let ShardCpus::List(cpus) = &cpus
         && cpus.len() > shards
     {
         problems.add(format!("--shard-cpus names {} CPUs for {shards} shards; name at most one per shard", cpus.len()));

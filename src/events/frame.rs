@@ -21,10 +21,8 @@ pub struct Live<'a> {
 /// in order would leave the mirror half-trusted.
 pub fn live<'a, F: Deref<Target = [u8]>>(frames: &'a [F]) -> Result<Live<'a>, BatchError> {
     match frames {
-        [topic, payload] => Ok(Live { topic: topic, sequence: None, payload: payload }),
-        [topic, sequence, payload] => {
-            Ok(Live { topic: topic, sequence: Some(sequence_number(sequence)?), payload: payload })
-        }
+        [topic, payload] => Ok(Live { topic, sequence: None, payload }),
+        [topic, sequence, payload] => Ok(Live { topic, sequence: Some(sequence_number(sequence)?), payload }),
         _ => Err(BatchError::FrameCount(frames.len())),
     }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::doorbell::Inbox;
 use super::rank::RankState;
 use super::registry::Registry;
-use super::socket::{Subscription, rank_endpoint, receive};
+use super::socket::{Contexts, Subscription, rank_endpoint, receive};
 use super::{IngestConfig, IngestStats};
 use crate::events::decode::{self, Decoder};
 use crate::events::frame;
@@ -24,7 +24,7 @@ pub(super) struct Core {
     inbox: Arc<Inbox>,
     stats: Arc<IngestStats>,
     view: SharedView,
-    context: zmq::Context,
+    contexts: Contexts,
     registry: Registry,
     ledger: Ledger,
     decoder: Decoder,
@@ -39,7 +39,6 @@ pub(super) struct Core {
     /// Former views that some shard may still read.
     retired: Vec<Arc<View>>,
     frames: Vec<zmq::Message>,
-    subscriptions_opened: u64,
     /// Slots whose lost batches have been asked for.
     recovering: Vec<usize>,
 }
@@ -59,7 +58,7 @@ impl Core {
             inbox,
             stats,
             view,
-            context: zmq::Context::new(),
+            contexts: Contexts::default(),
             registry: Registry::default(),
             ledger: Ledger::default(),
             decoder: Decoder::default(),
@@ -71,7 +70,6 @@ impl Core {
             published_at: None,
             retired: Vec::new(),
             frames: Vec::new(),
-            subscriptions_opened: 0,
             recovering: Vec::new(),
         }
     }
@@ -197,7 +195,7 @@ impl Core {
 
     fn ask_replay(&mut self, slot: usize, start: u64) {
         let Some(rank) = self.ranks[slot].as_mut() else { return };
-        match rank.ask_replay(&self.context, start) {
+        match rank.ask_replay(start) {
             Ok(()) => self.recovering.push(slot),
             Err(error) => {
                 tracing::warn!(worker_id = %rank.status.worker_id, %error, "cannot ask for lost KV-event batches");
@@ -353,6 +351,7 @@ impl Core {
             }
             self.registry.release(slot);
         }
+        self.contexts.prune();
         for id in &changes.joined {
             self.open_ranks(id);
         }
@@ -414,8 +413,7 @@ impl Core {
     }
 
     fn subscribe(&mut self, id: &Name, endpoint: &str) -> Option<Subscription> {
-        self.subscriptions_opened += 1;
-        match Subscription::open(&self.context, endpoint, self.subscriptions_opened) {
+        match self.contexts.subscribe(endpoint) {
             Ok(subscription) => Some(subscription),
             Err(error) => {
                 tracing::error!(worker_id = %id, endpoint, %error, "cannot subscribe to KV events; the worker is routed without cache knowledge");

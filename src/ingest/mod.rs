@@ -110,6 +110,7 @@ impl Ingest {
     }
 }
 
+/// Before any socket is opened: ZMQ's own threads inherit the CPU, and so stay away from the shards.
 fn pin(cpu: usize) {
     let mut cpus = rustix::thread::CpuSet::new();
     if cpu < rustix::thread::CpuSet::MAX_CPU {

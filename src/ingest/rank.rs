@@ -62,9 +62,11 @@ impl RankState {
     }
 
     /// Asks the publisher's replay socket for everything from `start` on.
-    pub fn ask_replay(&mut self, context: &zmq::Context, start: u64) -> Result<(), zmq::Error> {
-        let endpoint = self.replay_endpoint.as_deref().ok_or(zmq::Error::ENOTCONN)?;
-        self.replay = Some(socket::ask_replay(context, endpoint, start)?);
+    pub fn ask_replay(&mut self, start: u64) -> Result<(), zmq::Error> {
+        let (Some(endpoint), Some(subscription)) = (&self.replay_endpoint, &self.subscription) else {
+            return Err(zmq::Error::ENOTCONN);
+        };
+        self.replay = Some(socket::ask_replay(&subscription.context, endpoint, start)?);
         tracing::info!(worker_id = %self.status.worker_id, rank = self.status.rank, start, "lost KV-event batches are asked for");
         Ok(())
     }
@@ -134,10 +136,15 @@ impl RankState {
         self.status.resets.add(1);
         self.status.batches_lost.add(lost);
         self.show(tree);
-        tracing::warn!(
-            worker_id = %self.status.worker_id, rank = self.status.rank, lost,
-            "the rank's view is forgotten: {}", if lost > 0 { "batches were lost" } else { "its publisher began anew" }
-        );
+        // At the first, second, fourth… time: a publisher that loses batches all the time must not fill the log.
+        let resets = self.status.resets.get();
+        if resets.is_power_of_two() {
+            let reason = if lost > 0 { "batches were lost" } else { "its publisher began anew" };
+            tracing::warn!(
+                worker_id = %self.status.worker_id, rank = self.status.rank, lost, resets,
+                "the rank's view is forgotten: {reason}"
+            );
+        }
     }
 
     /// Leaves no trace in the tree; the slot may be given to another afterwards.

@@ -1,9 +1,11 @@
 //! One SUB socket per (worker, rank): options, addresses, and whether the publisher is there. Never reads a message's meaning.
 
+use std::sync::Arc;
+
 use zmq::SocketEvent;
 
 use crate::events::frame;
-use crate::limits::{EVENT_FRAMES_MAX, EVENT_MESSAGE_BYTES_MAX};
+use crate::limits::{EVENT_FRAMES_MAX, EVENT_MESSAGE_BYTES_MAX, RANKS_PER_EVENT_CONTEXT};
 
 /// First wait before a new connection attempt, and the cap that it doubles up to, ms.
 const RECONNECT_MS: i32 = 100;
@@ -47,11 +49,45 @@ pub(super) fn configure(socket: &zmq::Socket) -> Result<(), zmq::Error> {
 pub(super) struct Subscription {
     pub events: zmq::Socket,
     pub monitor: zmq::Socket,
+    /// Counted: see [`Contexts`].
+    pub context: Arc<zmq::Context>,
+}
+
+/// As many ZMQ contexts as the ranks need. Each has an I/O thread of its own.
+#[derive(Default)]
+pub(super) struct Contexts {
+    contexts: Vec<Arc<zmq::Context>>,
+    monitors_opened: u64,
+}
+
+impl Contexts {
+    pub fn subscribe(&mut self, endpoint: &str) -> Result<Subscription, zmq::Error> {
+        let has_room = |context: &&Arc<zmq::Context>| Arc::strong_count(context) <= RANKS_PER_EVENT_CONTEXT;
+        let context = match self.contexts.iter().find(has_room) {
+            Some(context) => context.clone(),
+            None => {
+                let context = Arc::new(zmq::Context::new());
+                self.contexts.push(context.clone());
+                context
+            }
+        };
+        self.monitors_opened += 1;
+        Subscription::open(context, endpoint, self.monitors_opened)
+    }
+
+    /// Ends contexts that no rank uses any more, but for one.
+    pub fn prune(&mut self) {
+        let mut kept = 0;
+        self.contexts.retain(|context| {
+            kept += 1;
+            kept == 1 || Arc::strong_count(context) > 1
+        });
+    }
 }
 
 impl Subscription {
     /// `name` is unique within the context.
-    pub fn open(context: &zmq::Context, endpoint: &str, name: u64) -> Result<Self, zmq::Error> {
+    fn open(context: Arc<zmq::Context>, endpoint: &str, name: u64) -> Result<Self, zmq::Error> {
         let events = context.socket(zmq::SUB)?;
         configure(&events)?;
         events.set_subscribe(b"")?;
@@ -64,7 +100,7 @@ impl Subscription {
         monitor.set_linger(0)?;
         monitor.connect(&address)?;
         events.connect(endpoint)?;
-        Ok(Self { events, monitor })
+        Ok(Self { events, monitor, context })
     }
 
     /// Reads what the monitor has to say; the last word, if there was any: connected or not.

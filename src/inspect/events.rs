@@ -133,7 +133,8 @@ pub fn replay(input: impl BufRead, with_hashes: bool, mut output: impl Write) ->
     Ok(())
 }
 
-fn listen(endpoint: &str, with_hashes: bool, mut output: impl Write) -> anyhow::Result<()> {
+/// Listens to a publisher and writes one line for each frame, until the output is closed.
+pub fn listen(endpoint: &str, with_hashes: bool, mut output: impl Write) -> anyhow::Result<()> {
     let socket = crate::ingest::socket::subscribe(&zmq::Context::new(), endpoint)
         .with_context(|| format!("cannot subscribe to {endpoint}"))?;
     let mut inspector = Inspector::new(with_hashes);

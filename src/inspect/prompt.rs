@@ -4,12 +4,13 @@
 
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
+use std::time::SystemTime;
 
 use anyhow::Context;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::prompt::{Endpoint, EngineRules, Prompt, Prompter, PrompterOptions};
+use crate::prompt::{EncoderChoice, Endpoint, EngineRules, Prompt, Prompter, PrompterOptions};
 
 /// Arguments of `infera-router inspect prompt`.
 #[derive(Debug, clap::Args)]
@@ -26,6 +27,15 @@ pub struct PromptArgs {
     /// Let a body bring its own `chat_template`.
     #[arg(long)]
     pub allow_request_chat_template: bool,
+    /// JSON object of template arguments that the engines add to every request.
+    #[arg(long, value_name = "JSON", default_value = "{}")]
+    pub kv_default_chat_template_kwargs: String,
+    /// Time that templates see, RFC 3339 (default: now).
+    #[arg(long, value_name = "TIME")]
+    pub now: Option<String>,
+    /// Encode with the reference tokenizer only.
+    #[arg(long)]
+    pub reference_encoder: bool,
 }
 
 /// Either a bare body or one with an id beside it.
@@ -45,9 +55,7 @@ enum Answer {
 
 /// Reads stdin to its end; one line out for each line in, blank lines skipped.
 pub fn run(args: PromptArgs) -> anyhow::Result<()> {
-    let options =
-        PrompterOptions { allow_request_chat_template: args.allow_request_chat_template, ..PrompterOptions::default() };
-    let prompter = Prompter::load(&args.router_tokenizer_path, options)?;
+    let prompter = Prompter::load(&args.router_tokenizer_path, options(&args)?)?;
     let engine = EngineRules::of_engine(&args.engine);
     let mut output = std::io::BufWriter::new(std::io::stdout().lock());
     for line in std::io::stdin().lock().lines() {
@@ -61,6 +69,18 @@ pub fn run(args: PromptArgs) -> anyhow::Result<()> {
         output.flush()?;
     }
     Ok(())
+}
+
+fn options(args: &PromptArgs) -> anyhow::Result<PrompterOptions> {
+    let now = args.now.as_deref().map(str::parse::<jiff::Timestamp>).transpose().context("--now")?;
+    Ok(PrompterOptions {
+        allow_request_chat_template: args.allow_request_chat_template,
+        chat_template_kwargs: serde_json::from_str(&args.kv_default_chat_template_kwargs)
+            .context("--kv-default-chat-template-kwargs")?,
+        now: now.map(SystemTime::try_from).transpose().context("--now")?,
+        encoder: if args.reference_encoder { EncoderChoice::Reference } else { EncoderChoice::Checked },
+        ..PrompterOptions::default()
+    })
 }
 
 fn inspect(prompter: &Prompter, engine: EngineRules, block_size: usize, line: &str) -> Answer {

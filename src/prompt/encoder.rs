@@ -1,17 +1,39 @@
 //! Text to token ids with the model's own tokenizer, and the ids that go around plain text.
+//!
+//! Two implementations: `tokenizers` is the reference; `fastokens` takes a fiftieth of its time and is used where it
+//! loads the model and agrees with the reference on a set of hard texts at start. Only the one in use stays in memory.
 
-use anyhow::Context;
+use std::path::Path;
+
+use anyhow::{Context, anyhow};
+use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use super::NoBlocks;
 use super::model_files::ModelFiles;
+use super::self_check;
 
 /// Text whose encoding shows what a tokenizer puts around any text.
 const PROBE: &str = "a";
 
+/// Which implementation encodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EncoderChoice {
+    /// The fast one where it agrees with the reference, else the reference.
+    #[default]
+    Checked,
+    /// The reference, always.
+    Reference,
+}
+
+enum Implementation {
+    Reference(Box<Tokenizer>),
+    Fast(Box<fastokens::Tokenizer>),
+}
+
 /// A loaded tokenizer. `Send + Sync`; one for all threads.
 pub struct Encoder {
-    tokenizer: Tokenizer,
+    implementation: Implementation,
     /// Ids before and after a text that is encoded with special tokens.
     ends: Ends,
 }
@@ -23,25 +45,99 @@ struct Ends {
 }
 
 impl Encoder {
-    pub fn load(files: &ModelFiles) -> anyhow::Result<Self> {
+    /// Loads tokenizer.json, already parsed as `json`, and checks the fast implementation against the reference.
+    pub fn load(files: &ModelFiles, json: Value, choice: EncoderChoice) -> anyhow::Result<Self> {
         let path = &files.tokenizer;
-        let mut tokenizer = Tokenizer::from_file(path)
+        let mut reference = Tokenizer::from_file(path)
             .map_err(anyhow::Error::from_boxed)
             .with_context(|| format!("loading {}", path.display()))?;
         // Limits of a training set-up, not of serving: both engines turn them off.
-        tokenizer.with_truncation(None).map_err(anyhow::Error::from_boxed)?.with_padding(None);
-        let ends = ends(&tokenizer, files)?;
-        Ok(Self { tokenizer, ends })
+        reference.with_truncation(None).map_err(anyhow::Error::from_boxed)?.with_padding(None);
+        let ends = ends(&reference, files)?;
+        let texts = self_check::texts(&json);
+        let implementation = match choice {
+            EncoderChoice::Reference => Implementation::Reference(Box::new(reference)),
+            EncoderChoice::Checked => checked(reference, json, &texts, path),
+        };
+        Ok(Self { implementation, ends })
     }
 
-    /// Ids of a text; `with_ends` adds what the model's files put around a plain text.
-    pub fn encode(&self, text: &str, with_ends: bool) -> Result<Vec<u32>, NoBlocks> {
-        let encoding = self.tokenizer.encode_fast(text, false).map_err(|_| NoBlocks::EncodeFailed)?;
-        let ids = encoding.get_ids();
-        if !with_ends {
-            return Ok(ids.to_vec());
+    /// Name of the implementation in use, for the log and `inspect`.
+    pub fn name(&self) -> &'static str {
+        match self.implementation {
+            Implementation::Reference(_) => "tokenizers",
+            Implementation::Fast(_) => "fastokens",
         }
-        Ok([&self.ends.before[..], ids, &self.ends.after[..]].concat())
+    }
+
+    /// Ids of a text without anything around it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, NoBlocks> {
+        match &self.implementation {
+            Implementation::Reference(tokenizer) => reference_ids(tokenizer, text),
+            Implementation::Fast(tokenizer) => fast_ids(tokenizer, text),
+        }
+    }
+
+    /// Ids that stand before, and behind, a text that is encoded with special tokens.
+    pub fn ends(&self) -> (&[u32], &[u32]) {
+        (&self.ends.before, &self.ends.after)
+    }
+}
+
+fn reference_ids(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, NoBlocks> {
+    let encoding = tokenizer.encode_fast(text, false).map_err(|_| NoBlocks::EncodeFailed)?;
+    Ok(encoding.get_ids().to_vec())
+}
+
+fn fast_ids(tokenizer: &fastokens::Tokenizer, text: &str) -> Result<Vec<u32>, NoBlocks> {
+    tokenizer.encode_with_special_tokens(text, false).map_err(|_| NoBlocks::EncodeFailed)
+}
+
+/// The fast implementation if it loads and agrees on every text, else the reference; says which and why.
+fn checked(reference: Tokenizer, json: Value, texts: &[String], path: &Path) -> Implementation {
+    match agreeing(&reference, json, texts) {
+        Ok(fast) => Implementation::Fast(Box::new(fast)),
+        Err(error) => {
+            tracing::warn!(
+                tokenizer = %path.display(), %error,
+                "the fast encoder is not used for this model; long new prompts take about 50 times as long to encode"
+            );
+            Implementation::Reference(Box::new(reference))
+        }
+    }
+}
+
+fn agreeing(reference: &Tokenizer, json: Value, texts: &[String]) -> anyhow::Result<fastokens::Tokenizer> {
+    without_own_threads();
+    let mut fast = fastokens::Tokenizer::from_json(json).map_err(|error| anyhow!("{error}"))?;
+    fast.set_truncation(None);
+    fast.set_padding(None);
+    for text in texts {
+        let expected = reference_ids(reference, text)?;
+        let found = fast_ids(&fast, text)?;
+        anyhow::ensure!(found == expected, "it encodes {text:?} otherwise than the reference");
+    }
+    Ok(fast)
+}
+
+/// The fast implementation spreads long texts over threads of its own, as many as the calling thread may use when
+/// it first looks. The router has its own encoder threads, so the first look is made from a thread pinned to one
+/// core, which leaves it without any.
+fn without_own_threads() {
+    let pinned = std::thread::Builder::new().name("encoder-load".into()).spawn(|| {
+        if let Ok(allowed) = rustix::thread::sched_getaffinity(None)
+            && let Some(core) = (0..rustix::thread::CpuSet::MAX_CPU).find(|core| allowed.is_set(*core))
+        {
+            let mut one = rustix::thread::CpuSet::new();
+            one.set(core);
+            // Failing to pin costs extra threads, nothing else.
+            let _ = rustix::thread::sched_setaffinity(None, &one);
+        }
+        fastokens::fanout::threads()
+    });
+    match pinned.map(|thread| thread.join()) {
+        Ok(Ok(1)) => {}
+        _ => tracing::warn!("the fast encoder keeps threads of its own beside the encoder pool"),
     }
 }
 
@@ -55,10 +151,8 @@ fn ends(tokenizer: &Tokenizer, files: &ModelFiles) -> anyhow::Result<Ends> {
         return Ok(Ends { before: id(adds.bos, "bos_token"), after: id(adds.eos, "eos_token") });
     }
     let encode = |with_ends| {
-        tokenizer
-            .encode_fast(PROBE, with_ends)
-            .map(|encoding| encoding.get_ids().to_vec())
-            .map_err(anyhow::Error::from_boxed)
+        let encoding = tokenizer.encode_fast(PROBE, with_ends).map_err(anyhow::Error::from_boxed)?;
+        anyhow::Ok(encoding.get_ids().to_vec())
     };
     let (plain, full) = (encode(false)?, encode(true)?);
     let extra = full.len().saturating_sub(plain.len());

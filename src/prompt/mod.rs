@@ -7,9 +7,12 @@ pub mod extract;
 pub mod json;
 pub mod pool;
 
+mod block_maker;
+mod cache;
 mod content_form;
 mod encoder;
 mod environment;
+mod flights;
 mod hugging_face;
 mod methods;
 mod model_files;
@@ -17,19 +20,24 @@ mod prompter;
 mod python;
 mod refusal;
 mod request;
+mod segments;
+mod self_check;
 mod sglang;
 mod template;
 #[cfg(test)]
 mod template_tests;
 mod tree;
+mod variant;
 mod vllm;
 
 use std::sync::Arc;
 
 use crate::hash::{self, BlockHash};
 
-pub use prompter::{Prompter, PrompterOptions};
+pub use encoder::EncoderChoice;
+pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
+pub use variant::Variant;
 
 /// Which OpenAI endpoint a body was sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,6 +80,19 @@ pub struct PromptBlocks {
     pub tokens: usize,
 }
 
+/// Counters of the prompt side, since start; sizes are those of now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptStats {
+    /// Prompts of which a beginning was known, and of which nothing was.
+    pub prefixes_found: u64,
+    pub prefixes_missed: u64,
+    pub tokens_reused: u64,
+    pub tokens_encoded: u64,
+    pub cache_bytes: usize,
+    pub cache_entries: usize,
+    pub cache_evictions: u64,
+}
+
 impl Prompt {
     /// Blocks of `block_size` tokens.
     pub fn blocks(&self, block_size: usize) -> PromptBlocks {
@@ -79,7 +100,24 @@ impl Prompt {
     }
 }
 
-/// Blocks of a body, with or without a tokenizer at hand: a prompt of token ids needs none.
+/// Blocks of a body in each block size, with or without a tokenizer at hand: a prompt of token ids needs none.
+pub fn blocks_by_size(
+    prompter: Option<&Prompter>,
+    endpoint: Endpoint,
+    engine: EngineRules,
+    body: &[u8],
+    block_sizes: &[usize],
+) -> Result<Vec<PromptBlocks>, NoBlocks> {
+    match prompter {
+        Some(prompter) => prompter.blocks_by_size(endpoint, engine, body, block_sizes),
+        None => {
+            let prompt = tokens_without_tokenizer(endpoint, body)?;
+            Ok(block_sizes.iter().map(|block_size| prompt.blocks(*block_size)).collect())
+        }
+    }
+}
+
+/// Blocks of a body in one block size.
 pub fn blocks(
     prompter: Option<&Prompter>,
     endpoint: Endpoint,
@@ -87,10 +125,8 @@ pub fn blocks(
     body: &[u8],
     block_size: usize,
 ) -> Result<PromptBlocks, NoBlocks> {
-    match prompter {
-        Some(prompter) => prompter.blocks(endpoint, engine, body, block_size),
-        None => tokens_without_tokenizer(endpoint, body).map(|prompt| prompt.blocks(block_size)),
-    }
+    let mut blocks = blocks_by_size(prompter, endpoint, engine, body, &[block_size])?;
+    blocks.pop().ok_or(NoBlocks::NoPrompt)
 }
 
 /// The prompt of a body whose prompt is token ids; `NoTokenizer` for any other that has one.

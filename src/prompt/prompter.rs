@@ -3,30 +3,81 @@
 use std::path::Path;
 use std::time::SystemTime;
 
-use super::encoder::Encoder;
+use crate::limits::PROMPT_CACHE_BYTES;
+
+use super::block_maker::{BlockMaker, Pending, Text};
+use super::encoder::{Encoder, EncoderChoice};
 use super::model_files::ModelFiles;
 use super::request::{self, Body, Conversation, boolean};
+use super::segments::Splitter;
 use super::template::ChatTemplate;
 use super::tree::Tree;
-use super::{Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, hugging_face, sglang, vllm};
+use super::variant::Variant;
+use super::{Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, PromptStats, hugging_face, sglang, vllm};
 
 /// How a prompter is to behave; the defaults are those of the command line.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct PrompterOptions {
     /// `--allow-request-chat-template`: let a request bring its own `chat_template`.
     pub allow_request_chat_template: bool,
     /// Take an assistant's `reasoning_content` for `reasoning` under vLLM's rules. vLLM's `/tokenize` ignores the
     /// older name; its chat endpoint reads it since 0.32.
     pub vllm_reads_reasoning_content: bool,
+    /// `--kv-default-chat-template-kwargs`: template arguments that the fleet's engines add to every request.
+    pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     /// Clock of `strftime_now`; `None` reads the machine's.
     pub now: Option<SystemTime>,
+    pub encoder: EncoderChoice,
+    /// `--prompt-cache-bytes`: bound of the prefix cache, 0 for none.
+    pub cache_bytes: usize,
+}
+
+impl Default for PrompterOptions {
+    fn default() -> Self {
+        Self {
+            allow_request_chat_template: false,
+            vllm_reads_reasoning_content: false,
+            chat_template_kwargs: serde_json::Map::new(),
+            now: None,
+            encoder: EncoderChoice::default(),
+            cache_bytes: PROMPT_CACHE_BYTES,
+        }
+    }
+}
+
+/// What became of a body at the first attempt.
+#[derive(Debug)]
+pub enum Attempt {
+    /// Blocks, in the order of the block sizes.
+    Ready(Vec<PromptBlocks>),
+    /// More new text than was allowed: to be finished where it may take its time.
+    Later(PendingPrompt),
+}
+
+/// A rendered prompt whose new text is still to be encoded, by `Prompter::finish`.
+#[derive(Debug)]
+pub struct PendingPrompt(Pending);
+
+impl PendingPrompt {
+    /// Bytes of text to encode.
+    pub fn new_bytes(&self) -> usize {
+        self.0.new_bytes()
+    }
+}
+
+/// A body as its engine sees it.
+enum Rendered {
+    Ids(Vec<u32>),
+    Text(Text),
 }
 
 /// Tokenizer and templates of one model. Immutable, `Send + Sync`: share it, never clone it.
 pub struct Prompter {
-    encoder: Encoder,
+    maker: BlockMaker,
     templates: Vec<(String, Result<ChatTemplate, String>)>,
     special_tokens: Vec<(String, String)>,
+    /// Of `options.chat_template_kwargs`: what workers that say nothing of their own are taken to render.
+    fleet_variant: Variant,
     options: PrompterOptions,
 }
 
@@ -35,7 +86,17 @@ impl Prompter {
     /// here does not fail the load: it is logged once, and chat requests are routed without prefix credit.
     pub fn load(path: &Path, options: PrompterOptions) -> anyhow::Result<Self> {
         let files = ModelFiles::read(path)?;
-        let encoder = Encoder::load(&files)?;
+        let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&files.tokenizer)?)?;
+        let splitter = Splitter::of_tokenizer(&json);
+        let encoder = Encoder::load(&files, json, options.encoder)?;
+        let maker = BlockMaker::new(encoder, splitter, options.cache_bytes);
+        tracing::info!(
+            tokenizer = %files.tokenizer.display(),
+            encoder = maker.encoder.name(),
+            templates = files.templates.len(),
+            prefix_cache = maker.has_cache(),
+            "tokenizer loaded"
+        );
         let templates = files.templates.into_iter().map(|(name, source)| {
             let compiled = ChatTemplate::compile(&source, options.now).map_err(|error| error.to_string());
             if let Err(error) = &compiled {
@@ -47,26 +108,23 @@ impl Prompter {
             }
             (name, compiled)
         });
-        Ok(Self { encoder, templates: templates.collect(), special_tokens: files.special_tokens, options })
+        let fleet_variant = Variant::of(&options.chat_template_kwargs)?;
+        Ok(Self { maker, fleet_variant, templates: templates.collect(), special_tokens: files.special_tokens, options })
     }
 
-    /// Text and token ids of a body.
+    /// Text and token ids of a body, without the prefix cache.
     pub fn tokens(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Prompt, NoBlocks> {
-        let text = std::str::from_utf8(body).map_err(|_| NoBlocks::BadJson)?;
-        let body = Body::read(text)?;
-        if let Some(ids) = given_ids(&body, engine) {
-            return Ok(Prompt { text: None, ids });
-        }
-        if body.truncate_prompt_tokens.is_some() || body.prompt_embeds.is_some() {
-            return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
-        }
-        match endpoint {
-            Endpoint::Chat => self.chat(engine, body),
-            Endpoint::Completions => self.completion(engine, body),
+        match self.rendered(endpoint, engine, &self.fleet_variant, body)? {
+            Rendered::Ids(ids) => Ok(Prompt { text: None, ids }),
+            Rendered::Text(mut text) => {
+                let ids = self.maker.ids(&text)?;
+                text.text.push_str(text.suffix.as_deref().unwrap_or_default());
+                Ok(Prompt { text: Some(text.text), ids })
+            }
         }
     }
 
-    /// Block hashes of a body.
+    /// Block hashes of a body in one block size.
     pub fn blocks(
         &self,
         endpoint: Endpoint,
@@ -74,10 +132,90 @@ impl Prompter {
         body: &[u8],
         block_size: usize,
     ) -> Result<PromptBlocks, NoBlocks> {
-        self.tokens(endpoint, engine, body).map(|prompt| prompt.blocks(block_size))
+        let mut blocks = self.blocks_by_size(endpoint, engine, body, &[block_size])?;
+        blocks.pop().ok_or(NoBlocks::NoPrompt)
     }
 
-    fn chat(&self, engine: EngineRules, mut body: Body<'_>) -> Result<Prompt, NoBlocks> {
+    /// Block hashes of a body in each block size: one rendering and one encoding for all of them.
+    pub fn blocks_by_size(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        body: &[u8],
+        block_sizes: &[usize],
+    ) -> Result<Vec<PromptBlocks>, NoBlocks> {
+        match self.attempt(endpoint, engine, None, body, block_sizes, usize::MAX)? {
+            Attempt::Ready(blocks) => Ok(blocks),
+            Attempt::Later(pending) => self.finish(pending),
+        }
+    }
+
+    /// Renders a body and looks for its known beginning; encodes the rest if that is at most `new_bytes_max` bytes.
+    /// `variant` is the worker's own, `None` the fleet's.
+    pub fn attempt(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: &[u8],
+        block_sizes: &[usize],
+        new_bytes_max: usize,
+    ) -> Result<Attempt, NoBlocks> {
+        if block_sizes.contains(&0) {
+            return Err(NoBlocks::Unsupported("a block size of 0"));
+        }
+        let text = match self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body)? {
+            Rendered::Text(text) => text,
+            Rendered::Ids(ids) => {
+                let prompt = Prompt { text: None, ids };
+                return Ok(Attempt::Ready(block_sizes.iter().map(|size| prompt.blocks(*size)).collect()));
+            }
+        };
+        let pending = self.maker.prepare(text, block_sizes);
+        if pending.new_bytes() > new_bytes_max {
+            return Ok(Attempt::Later(PendingPrompt(pending)));
+        }
+        self.maker.finish(pending).map(Attempt::Ready)
+    }
+
+    /// Encodes what an attempt left over.
+    pub fn finish(&self, pending: PendingPrompt) -> Result<Vec<PromptBlocks>, NoBlocks> {
+        self.maker.finish(pending.0)
+    }
+
+    /// Counters for metrics.
+    pub fn stats(&self) -> PromptStats {
+        self.maker.stats()
+    }
+
+    /// Name of the encoder in use.
+    pub fn encoder_name(&self) -> &'static str {
+        self.maker.encoder.name()
+    }
+
+    fn rendered(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: &Variant,
+        body: &[u8],
+    ) -> Result<Rendered, NoBlocks> {
+        let text = std::str::from_utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        let body = Body::read(text)?;
+        if let Some(ids) = given_ids(&body, engine) {
+            return Ok(Rendered::Ids(ids));
+        }
+        if body.truncate_prompt_tokens.is_some() || body.prompt_embeds.is_some() {
+            return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
+        }
+        match endpoint {
+            Endpoint::Chat => self.chat(engine, variant, body),
+            Endpoint::Completions => self.completion(engine, body),
+        }
+        .map(Rendered::Text)
+    }
+
+    fn chat(&self, engine: EngineRules, variant: &Variant, mut body: Body<'_>) -> Result<Text, NoBlocks> {
         let with_ends = engine == EngineRules::Vllm && boolean(body.add_special_tokens.as_ref(), false)?;
         let own_template = match body.chat_template.take() {
             Some(Tree::Text(source)) if self.options.allow_request_chat_template => {
@@ -95,28 +233,24 @@ impl Prompter {
             Some(template) => template,
             None => self.template(has_tools)?,
         };
-        let conversation = self.conversation(engine, body, template)?;
-        let suffix = conversation.suffix.clone();
-        let mut text = hugging_face::render(template, &self.special_tokens, conversation)?;
-        let mut ids = self.encoder.encode(&text, with_ends)?;
-        if let Some(suffix) = suffix {
-            // Encoded by itself, as the engine does; a BOS in front of it is dropped there.
-            ids.extend(self.encoder.encode(&suffix, false)?);
-            text.push_str(&suffix);
-        }
-        Ok(Prompt { text: Some(text), ids })
+        let conversation = self.conversation(engine, variant, body, template)?;
+        // Encoded by itself behind the rendering, as the engine does it.
+        let suffix = conversation.suffix.as_ref().map(|suffix| suffix.to_string());
+        let text = hugging_face::render(template, &self.special_tokens, conversation)?;
+        Ok(Text { text, with_ends, suffix })
     }
 
     fn conversation<'a>(
         &self,
         engine: EngineRules,
+        variant: &Variant,
         body: Body<'a>,
         template: &ChatTemplate,
     ) -> Result<Conversation<'a>, NoBlocks> {
         let form = template.content_form(engine);
         match engine {
-            EngineRules::Vllm => vllm::conversation(body, form, template.source(), &self.options),
-            EngineRules::Sglang => sglang::conversation(body, form, template.source()),
+            EngineRules::Vllm => vllm::conversation(body, form, template.source(), &variant.kwargs, &self.options),
+            EngineRules::Sglang => sglang::conversation(body, form, template.source(), &variant.kwargs),
         }
     }
 
@@ -132,7 +266,7 @@ impl Prompter {
     }
 
     /// A list of prompts is routed by its first: the engine makes one request of each, and they go together.
-    fn completion(&self, engine: EngineRules, body: Body<'_>) -> Result<Prompt, NoBlocks> {
+    fn completion(&self, engine: EngineRules, body: Body<'_>) -> Result<Text, NoBlocks> {
         if body.suffix.is_some() {
             return Err(NoBlocks::Unsupported("suffix"));
         }
@@ -142,10 +276,7 @@ impl Prompter {
             prompt => prompt,
         };
         match first {
-            Some(Tree::Text(text)) => {
-                let ids = self.encoder.encode(&text, with_ends)?;
-                Ok(Prompt { text: Some(text.into_owned()), ids })
-            }
+            Some(Tree::Text(text)) => Ok(Text { text: text.into_owned(), with_ends, suffix: None }),
             _ => Err(NoBlocks::NoPrompt),
         }
     }

@@ -17,7 +17,12 @@ const MESSAGE_MEMBERS: [&str; 5] = ["tool_call_id", "name", "reasoning_content",
 const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
 
 /// Normalises a body. `template` is the source of the template that will be rendered.
-pub fn conversation<'a>(body: Body<'a>, form: ContentForm, template: &str) -> Result<Conversation<'a>, NoBlocks> {
+pub fn conversation<'a>(
+    body: Body<'a>,
+    form: ContentForm,
+    template: &str,
+    default_kwargs: &Map<'static>,
+) -> Result<Conversation<'a>, NoBlocks> {
     let continue_final_message = boolean(body.continue_final_message.as_ref(), false)?;
     let tools = chosen_tools(body.tools, body.tool_choice.as_ref())?;
     let mut turns =
@@ -29,7 +34,13 @@ pub fn conversation<'a>(body: Body<'a>, form: ContentForm, template: &str) -> Re
     Ok(Conversation {
         messages: turns,
         tools,
-        variables: variables(body.chat_template_kwargs, body.reasoning, body.reasoning_effort, template)?,
+        variables: variables(
+            body.chat_template_kwargs,
+            body.reasoning,
+            body.reasoning_effort,
+            template,
+            default_kwargs,
+        )?,
         add_generation_prompt: true,
         suffix,
         retry_with_flat_tools: true,
@@ -59,6 +70,7 @@ fn variables<'a>(
     reasoning: Option<Tree<'a>>,
     effort: Option<Tree<'a>>,
     template: &str,
+    default_kwargs: &Map<'static>,
 ) -> Result<Map<'a>, NoBlocks> {
     let mut kwargs = object(kwargs)?;
     let (mut effort, mut thinking) = (effort, None);
@@ -91,6 +103,13 @@ fn variables<'a>(
             return Err(NoBlocks::Unsupported("a reserved name in chat_template_kwargs"));
         }
     }
+    for (name, value) in &default_kwargs.0 {
+        if kwargs.get(name).is_none() {
+            kwargs.set(name.clone(), value.clone());
+        }
+    }
+    // A default effort in the arguments counts as the request's own where it gives none.
+    let effort = effort.or_else(|| kwargs.get("reasoning_effort").filter(|value| !value.is_null()).cloned());
     let is_low = effort.as_ref().and_then(Tree::as_text) == Some("low");
     let mut variables = Map::default();
     if let Some(effort) = effort {

@@ -18,6 +18,7 @@ pub fn conversation<'a>(
     body: Body<'a>,
     form: ContentForm,
     template: &str,
+    default_kwargs: &Map<'static>,
     options: &PrompterOptions,
 ) -> Result<Conversation<'a>, NoBlocks> {
     let add_generation_prompt = boolean(body.add_generation_prompt.as_ref(), true)?;
@@ -43,7 +44,7 @@ pub fn conversation<'a>(
     if !knows_developer && conversation.messages.iter().any(|message| role(message) == "developer") {
         conversation.messages = merged_system(developer_as_system(conversation.messages));
     }
-    set_variables(&mut conversation, body.chat_template_kwargs, body.reasoning_effort)?;
+    set_variables(&mut conversation, body.chat_template_kwargs, body.reasoning_effort, default_kwargs)?;
     Ok(conversation)
 }
 
@@ -56,6 +57,7 @@ fn set_variables<'a>(
     conversation: &mut Conversation<'a>,
     kwargs: Option<Tree<'a>>,
     reasoning_effort: Option<Tree<'a>>,
+    default_kwargs: &Map<'static>,
 ) -> Result<(), NoBlocks> {
     let mut kwargs = object(kwargs)?;
     let names_thinking = kwargs.get("enable_thinking").is_some();
@@ -82,6 +84,11 @@ fn set_variables<'a>(
             kwargs.set("enable_thinking", Tree::Bool(name != "none"));
         }
         kwargs.set("reasoning_effort", effort);
+    }
+    for (name, value) in &default_kwargs.0 {
+        if kwargs.get(name).is_none() {
+            kwargs.set(name.clone(), value.clone());
+        }
     }
     conversation.variables = kwargs;
     Ok(())

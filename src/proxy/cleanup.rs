@@ -44,8 +44,7 @@ impl LegCall {
         let request_id = self.request_id.as_deref().map(HeaderValue::from_str);
         set.extend(request_id.and_then(Result::ok).map(|value| (REQUEST_ID, value)));
         // A client's rank belongs to one leg and has been read; names of workers are not for workers.
-        const REMOVED: [HeaderName; 4] =
-            [DATA_PARALLEL_RANK, direct::WORKER, direct::PREFILL, header::ACCEPT_ENCODING];
+        const REMOVED: [HeaderName; 4] = [DATA_PARALLEL_RANK, direct::WORKER, direct::PREFILL, header::ACCEPT_ENCODING];
         let removed = &REMOVED[..if self.is_read_here { 4 } else { 3 }];
         let request = UpstreamRequest {
             address: self.address,

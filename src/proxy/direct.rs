@@ -75,12 +75,15 @@ fn read(head: &Head, name: &HeaderName, fleet: &Fleet) -> Result<Option<String>,
     if !is_worker_id(id) {
         return Err(malformed("is not a worker id (host:port)"));
     }
-    Err(ApiError::NoWorker { reason: format!("{name}: worker {id} is not known or not active; the routing in front may be stale") })
+    Err(ApiError::NoWorker {
+        reason: format!("{name}: worker {id} is not known or not active; the routing in front may be stale"),
+    })
 }
 
 fn is_worker_id(id: &str) -> bool {
     let Some((host, port)) = id.rsplit_once(':') else { return false };
-    let host_is_plain = !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte));
+    let host_is_plain =
+        !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte));
     id.len() <= ID_BYTES_MAX && host_is_plain && port.parse::<u16>().is_ok_and(|port| port > 0)
 }
 
@@ -93,7 +96,9 @@ mod tests {
         for id in ["10.0.0.1:30000", "node-7.rack_2:1", "[fd00::5]:8000"] {
             assert!(is_worker_id(id), "{id}");
         }
-        for id in ["", "garbage", "host:", ":80", "host:port", "host:70000", "a b:80", "a,b:80", "http://a:80", "host:0"] {
+        for id in
+            ["", "garbage", "host:", ":80", "host:port", "host:70000", "a b:80", "a,b:80", "http://a:80", "host:0"]
+        {
             assert!(!is_worker_id(id), "{id}");
         }
         assert!(!is_worker_id(&format!("{}:80", "x".repeat(300))));

@@ -19,6 +19,7 @@ use super::prompts::{self, Prompts};
 use super::service::RouterService;
 use crate::api::{self, ApiError, Endpoint};
 use crate::fleet::Fleet;
+use crate::pd::PdEndpoint;
 use crate::prompt::extract::RoutingFields;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
@@ -54,18 +55,31 @@ impl Drop for Record<'_> {
 }
 
 /// Serves one request that goes to a worker.
+///
+/// What happens before the answer and what happens without one live in futures of their own, on the heap: a stream that
+/// is relayed for minutes keeps only the relay's state.
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
-    let mut record = Record::start(&service.shared.metrics, request.received);
-    record.outcome = match attempts(service, endpoint, request, responder, &mut record).await {
-        Ok(outcome) => outcome,
-        Err(error) => {
-            let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
-            match responder.send(error.into_response()).await {
-                Ok(()) => outcome,
-                Err(_) => Outcome::StreamFailed,
+    let received = request.received;
+    let mut record = Record::start(&service.shared.metrics, received);
+    record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
+        Ok(Served::ByOne(picked, response)) => relay(&picked, response, responder, received).await,
+        Ok(Served::ByAPair(endpoint, route, request)) => {
+            record.serve_as(RouterLabel::Disagg);
+            match Box::pin(disaggregated::serve(service, endpoint, route, request, responder)).await {
+                Ok(outcome) => outcome,
+                Err(error) => Box::pin(refuse(error, responder)).await,
             }
         }
+        Err(error) => Box::pin(refuse(error, responder)).await,
     };
+}
+
+async fn refuse(error: ApiError, responder: &mut Responder) -> Outcome {
+    let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
+    match responder.send(error.into_response()).await {
+        Ok(()) => outcome,
+        Err(_) => Outcome::StreamFailed,
+    }
 }
 
 /// What the router knows of a request before it picks.
@@ -78,13 +92,17 @@ pub(super) struct Route {
     pub prompts: Prompts,
 }
 
-async fn attempts(
-    service: &RouterService,
-    endpoint: Endpoint,
-    request: Request,
-    responder: &mut Responder,
-    record: &mut Record<'_>,
-) -> Result<Outcome, ApiError> {
+/// Who serves a request.
+enum Served {
+    /// One worker, whose answer has begun.
+    ByOne(Picked, UpstreamResponse),
+    /// A prefill and a decode worker, still to be picked.
+    ByAPair(PdEndpoint, Route, Request),
+}
+
+/// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
+/// gone with this future: there is no replay once the answer goes to the client.
+async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request) -> Result<Served, ApiError> {
     let model = requested_model(&endpoint, &request)?;
     let mode = service.shared.settings.disaggregation.mode;
     let named = Named::of(mode, &request.head, &service.view().fleet)?;
@@ -92,9 +110,7 @@ async fn attempts(
     if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint, &request) {
         let view = service.view();
         if disaggregated::is_pair(&view.fleet, named_model(&view.fleet, &route.model), &route.named) {
-            drop(view);
-            record.serve_as(RouterLabel::Disagg);
-            return Box::pin(disaggregated::serve(service, endpoint, route, request, responder)).await;
+            return Ok(Served::ByAPair(endpoint, route, request));
         }
     }
     if service.shared.settings.policy == Policy::KvAware && route.endpoint != Endpoint::Forward {
@@ -117,12 +133,7 @@ async fn attempts(
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 service.shared.metrics.retried("status");
             }
-            Ok(response) => {
-                let received = request.received;
-                // No replay from here on: the body need not be held any longer.
-                drop(request);
-                return Ok(relay(&picked, response, responder, received).await);
-            }
+            Ok(response) => return Ok(Served::ByOne(picked, response)),
             Err(error) if may_retry => {
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
                 service.shared.metrics.retried(error.phase());
@@ -172,9 +183,7 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
         // Paths without a prompt need no pair: any worker of the decode pool answers them.
         Topology::Disaggregated { decode, .. } if route.endpoint == Endpoint::Forward => Ok((name, decode)),
         // Left to a gateway that named a mixed worker; pairs are served elsewhere.
-        Topology::Disaggregated { .. } => {
-            Ok((name, fleet.models.get(named).map_or(&[][..], |pool| &pool.mixed)))
-        }
+        Topology::Disaggregated { .. } => Ok((name, fleet.models.get(named).map_or(&[][..], |pool| &pool.mixed))),
     }
 }
 
@@ -236,11 +245,13 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
     let status = response.status;
     let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
     let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
-    let cut_notice = is_stream
-        .then(|| api::stream_error_event(&format!("worker {} ended the stream before its end", picked.worker.id)));
     let mut observer = AnswerObserver::new();
-    let relay =
-        Relay { set: if is_stream { &unbuffered } else { &[] }, remove: &[], observer: &mut observer, cut_notice };
+    let relay = Relay {
+        set: if is_stream { &unbuffered } else { &[] },
+        remove: &[],
+        observer: &mut observer,
+        cut_notice: is_stream.then(api::stream_error_event),
+    };
     match responder.relay(response, relay).await {
         RelayOutcome::Complete => {
             if status == StatusCode::OK {

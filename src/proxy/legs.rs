@@ -138,10 +138,22 @@ impl Attempt<'_> {
     fn failed(&self, failure: LegFailure, held: Option<Held>) -> Ending {
         self.service.shared.metrics.pairs.leg_failed(failure.role, failure.phase);
         if !self.may_retry(failure.role) {
-            warn!(leg = failure.role.as_str(), worker = &*failure.worker, phase = failure.phase, reason = failure.reason, "a pair failed");
+            warn!(
+                leg = failure.role.as_str(),
+                worker = &*failure.worker,
+                phase = failure.phase,
+                reason = failure.reason,
+                "a pair failed"
+            );
             return Ending::Failed(failure.into_error());
         }
-        warn!(leg = failure.role.as_str(), worker = &*failure.worker, phase = failure.phase, reason = failure.reason, "retrying on another pair");
+        warn!(
+            leg = failure.role.as_str(),
+            worker = &*failure.worker,
+            phase = failure.phase,
+            reason = failure.reason,
+            "retrying on another pair"
+        );
         self.service.shared.metrics.retried(failure.phase);
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
@@ -327,17 +339,20 @@ impl Held {
             return cleanup::stranded(shared, &self.prefill_worker);
         }
         let picked = &attempt.pair.decode;
-        cleanup::release(shared, LegCall {
-            upstream: attempt.service.context.upstream.clone(),
-            worker: picked.worker.clone(),
-            address: picked.address,
-            rank: picked.rank,
-            request: self.request,
-            request_id: self.leg.request_id,
-            body: self.leg.body,
-            is_read_here: true,
-            progress: Rc::default(),
-        });
+        cleanup::release(
+            shared,
+            LegCall {
+                upstream: attempt.service.context.upstream.clone(),
+                worker: picked.worker.clone(),
+                address: picked.address,
+                rank: picked.rank,
+                request: self.request,
+                request_id: self.leg.request_id,
+                body: self.leg.body,
+                is_read_here: true,
+                progress: Rc::default(),
+            },
+        );
     }
 
     pub fn is_stranded(self, service: &RouterService) {
@@ -413,7 +428,8 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
             prefill.disarm();
             let worker = attempt.pair.prefill.worker.id.clone();
             let reason = error.to_string();
-            return attempt.failed(LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false }, None);
+            return attempt
+                .failed(LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false }, None);
         }
     };
     if handoff.is_none() {
@@ -421,7 +437,13 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
         prefill.disarm();
     }
     let held = Held::new(&attempt, job, handoff.as_ref()).filter(|_| handoff.is_some());
-    let leg = pd::decode_leg(&attempt.pair.peers.pair(), held_job.endpoint, &held_job.members, &attempt.ids, handoff.as_ref());
+    let leg = pd::decode_leg(
+        &attempt.pair.peers.pair(),
+        held_job.endpoint,
+        &held_job.members,
+        &attempt.ids,
+        handoff.as_ref(),
+    );
     let call = attempt.call(Role::Decode, held_job, leg);
     let mut waiting = HeldWhileSending { held, attempt: &attempt, progress: call.progress.clone() };
     prefill.disarm();
@@ -473,17 +495,20 @@ fn free_what_an_abandoned_prefill_left(attempt: &Attempt<'_>, job: &Job) -> Box<
             let Ok(members) = Members::scan(&request.body) else { return };
             let leg = pd::release_leg(&pair, endpoint, &members, &ids, Some(&handoff));
             let (worker, address, rank) = decode;
-            cleanup::release(&shared, LegCall {
-                upstream,
-                worker,
-                address,
-                rank,
-                request,
-                request_id: leg.request_id,
-                body: leg.body,
-                is_read_here: true,
-                progress: Rc::default(),
-            });
+            cleanup::release(
+                &shared,
+                LegCall {
+                    upstream,
+                    worker,
+                    address,
+                    rank,
+                    request,
+                    request_id: leg.request_id,
+                    body: leg.body,
+                    is_read_here: true,
+                    progress: Rc::default(),
+                },
+            );
         });
     })
 }

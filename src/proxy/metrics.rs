@@ -343,8 +343,7 @@ impl TargetHandles {
             by_target.clear();
         }
         let record = &target.worker.record;
-        let handles =
-            metrics.target(&record.model_name, &target.worker.id, &target.route_key, record.disagg_mode);
+        let handles = metrics.target(&record.model_name, &target.worker.id, &target.route_key, record.disagg_mode);
         by_target.entry(target.id).or_insert(Rc::new(handles)).clone()
     }
 }

@@ -1,6 +1,7 @@
 //! What the router looks at while an answer passes: when its first byte came, and the token counts of its
 //! `usage` member. It never changes or keeps the answer; a stream between two chunks holds no memory here.
 
+use std::sync::LazyLock;
 use std::time::Instant;
 
 use infera_shards::BodyObserver;
@@ -16,10 +17,12 @@ pub struct Usage {
 const USAGE_BYTES_MAX: usize = 4 << 10;
 const KEY: &[u8] = b"\"usage\"";
 
+/// Built once: a finder is larger than all the rest that a stream holds here.
+static FINDER: LazyLock<memchr::memmem::Finder<'static>> = LazyLock::new(|| memchr::memmem::Finder::new(KEY));
+
 /// Watches one answer.
 pub struct AnswerObserver {
     first_byte: Option<Instant>,
-    finder: memchr::memmem::Finder<'static>,
     /// A `usage` object being collected, or the end of a payload that may be the start of its key.
     carry: Vec<u8>,
     collecting: bool,
@@ -28,13 +31,7 @@ pub struct AnswerObserver {
 
 impl AnswerObserver {
     pub fn new() -> Self {
-        Self {
-            first_byte: None,
-            finder: memchr::memmem::Finder::new(KEY),
-            carry: Vec::new(),
-            collecting: false,
-            usage: None,
-        }
+        Self { first_byte: None, carry: Vec::new(), collecting: false, usage: None }
     }
 
     /// When the first byte of the body came.
@@ -63,7 +60,7 @@ impl AnswerObserver {
     }
 
     fn scan_piece(&mut self, mut piece: &[u8]) {
-        while let Some(at) = self.finder.find(piece) {
+        while let Some(at) = FINDER.find(piece) {
             let value = &piece[at + KEY.len()..];
             match parse_usage(value) {
                 Parsed::Complete(usage) => self.usage = Some(usage),

@@ -90,7 +90,11 @@ struct Member {
 }
 
 /// Nothing when every pair has been tried.
-pub(super) fn pick_pair(service: &RouterService, view: &View, wish: &PairWish<'_>) -> Result<Option<PickedPair>, ApiError> {
+pub(super) fn pick_pair(
+    service: &RouterService,
+    view: &View,
+    wish: &PairWish<'_>,
+) -> Result<Option<PickedPair>, ApiError> {
     let (prefill, prefill_faults) = members(service, view, wish, Role::Prefill)?;
     let (decode, decode_faults) = members(service, view, wish, Role::Decode)?;
     let speaks = |side: &[Member], protocol: Protocol| side.iter().any(|member| member.peer.protocol == protocol);
@@ -115,9 +119,8 @@ pub(super) fn pick_pair(service: &RouterService, view: &View, wish: &PairWish<'_
     let Some(picked_decode) = pick_of(service, view, wish, Role::Decode, &partners) else { return Ok(None) };
     let Some(decode_peer) = peer_of(&decode, &picked_decode) else { return Ok(None) };
     let another_prefill = paired.iter().any(|index| *worker(*index) != picked_prefill.worker.id);
-    let another_decode = decode
-        .iter()
-        .any(|it| *worker(it.index) != picked_decode.worker.id && speaks(&prefill, it.peer.protocol));
+    let another_decode =
+        decode.iter().any(|it| *worker(it.index) != picked_decode.worker.id && speaks(&prefill, it.peer.protocol));
     Ok(Some(PickedPair {
         peers: PairPeers { prefill: prefill_peer, decode: decode_peer, prefill_rank: picked_prefill.rank },
         prefill: picked_prefill,
@@ -159,7 +162,12 @@ fn members(
             _ if tried.contains(&worker.id) || !has_rank(target, pin) => {}
             Err(fault) => faults.push(format!("{} {fault}", worker.id)),
             Ok(peer) if !peer.protocol.serves(wish.endpoint) => {
-                faults.push(format!("{} speaks {}, which does not serve {}", worker.id, peer.protocol, wish.endpoint.path()));
+                faults.push(format!(
+                    "{} speaks {}, which does not serve {}",
+                    worker.id,
+                    peer.protocol,
+                    wish.endpoint.path()
+                ));
             }
             Ok(peer) if wish.sequences.prompts > 1 && !peer.protocol.names_each_prompt() => {
                 faults.push(format!("{} speaks {}, which takes one prompt per request", worker.id, peer.protocol));
@@ -175,7 +183,8 @@ fn check_pin(view: &View, pool: &[u32], pin: Option<Pin>, role: Role) -> Result<
         return Ok(());
     }
     let ranks = pool.iter().map(|index| view.fleet.targets[*index as usize].worker.record.dp_size.unwrap_or(1)).max();
-    RankPins::check(pin, role.as_str(), ranks.unwrap_or(1).max(1)).map_err(|error| ApiError::BadRequest(error.to_string()))
+    RankPins::check(pin, role.as_str(), ranks.unwrap_or(1).max(1))
+        .map_err(|error| ApiError::BadRequest(error.to_string()))
 }
 
 /// A pinned rank is one of a rank-multiplexed worker's, the one that a worker is dedicated to, or 0 of a plain worker.
@@ -191,7 +200,8 @@ fn incompatible(
     decode: (&[Member], Vec<String>),
 ) -> ApiError {
     let side = |(members, mut faults): (&[Member], Vec<String>)| {
-        let spoken = |it: &Member| format!("{} speaks {}", view.fleet.targets[it.index as usize].worker.id, it.peer.protocol);
+        let spoken =
+            |it: &Member| format!("{} speaks {}", view.fleet.targets[it.index as usize].worker.id, it.peer.protocol);
         let mut all: Vec<String> = members.iter().map(spoken).collect();
         all.append(&mut faults);
         all.dedup();

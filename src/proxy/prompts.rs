@@ -12,7 +12,7 @@ use super::service::RouterService;
 use super::shared::Shared;
 use crate::api::Endpoint;
 use crate::fleet::{Fleet, Target};
-use crate::hash::{BlockHash, prompt_blocks};
+use crate::hash::BlockHash;
 use crate::limits;
 use crate::prompt::{self, EngineRules, NoBlocks, Prompter};
 
@@ -133,12 +133,10 @@ fn hash_all(
         if prompts.0.iter().any(|prompt| prompt.rules == want.rules) {
             continue;
         }
-        let prompt = match prompter {
-            Some(prompter) => prompter.tokens(endpoint, want.rules, body)?,
-            None => prompt::tokens_without_tokenizer(endpoint, body)?,
-        };
-        let sizes = wanted.iter().filter(|other| other.rules == want.rules).map(|other| other.block_size);
-        let by_block_size = sizes.map(|size| (size, Arc::from(prompt_blocks(&prompt.ids, size as usize)))).collect();
+        let sizes = wanted.iter().filter(|other| other.rules == want.rules).map(|other| other.block_size as usize);
+        let sizes: Vec<usize> = sizes.collect();
+        let blocks = prompt::blocks_by_size(prompter, endpoint, want.rules, body, &sizes)?;
+        let by_block_size = sizes.iter().zip(blocks).map(|(size, blocks)| (*size as u32, blocks.hashes)).collect();
         prompts.0.push(HashedPrompt { rules: want.rules, by_block_size });
     }
     Ok(prompts)

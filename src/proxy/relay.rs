@@ -72,8 +72,7 @@ pub(super) async fn relay_decode(
     let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
     let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
     let worker = &answering.decode_worker;
-    let cut_notice =
-        is_stream.then(|| api::stream_error_event(&format!("decode worker {worker} ended the stream before its end")));
+    let cut_notice = is_stream.then(api::stream_error_event);
     let mut observer = PairObserver {
         answer: AnswerObserver::new(),
         completion: is_stream.then(Completion::default),

@@ -6,6 +6,7 @@
 mod etcd;
 mod support;
 
+mod demo;
 mod discovery;
 mod failures;
 mod forwarding;
@@ -13,4 +14,5 @@ mod kv_aware;
 mod leaving;
 mod lifecycle;
 mod official_client;
+mod pd;
 mod surface;

@@ -1,5 +1,6 @@
 //! A KV-event publisher on 127.0.0.1 or [::1] for tests, and what tests ask of the ingest core. The socket is an XPUB, which
 //! sees subscriptions arrive: a test knows that its first message will be heard.
+#![allow(clippy::unwrap_used)]
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::sync::Arc;

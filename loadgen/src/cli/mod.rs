@@ -1,5 +1,6 @@
 //! Owns the subcommands' flags and the choice between them.
 
+mod demo;
 mod engine;
 mod run;
 
@@ -17,6 +18,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Show what KV-aware routing saves: real router, simulated engines, one workload under two policies.
+    Demo(demo::DemoArguments),
     /// Run simulated engines until interrupted.
     Engine(engine::EngineArguments),
     /// Send a workload to a router or an engine and report latencies.
@@ -27,6 +30,7 @@ pub fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let outcome = match Arguments::parse().command {
+        Command::Demo(arguments) => demo::run(arguments),
         Command::Engine(arguments) => engine::run(arguments),
         Command::Run(arguments) => run::run(arguments),
     };

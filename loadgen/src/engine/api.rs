@@ -39,6 +39,15 @@ impl Connection {
         }
     }
 
+    /// Whether the client has left already, as far as is known without waiting.
+    pub async fn has_left(&mut self) -> bool {
+        monoio::select! {
+            _ = self.left() => true,
+            // Two turns of the scheduler: a read that is posted now reports what had arrived.
+            _ = monoio::time::sleep(std::time::Duration::from_millis(1)) => false,
+        }
+    }
+
     /// A JSON answer.
     pub async fn answer(&mut self, request: &Request, status: u16, body: &Value) -> Result<(), Closed> {
         self.answer_bytes(request, status, "application/json", body.to_string().as_bytes()).await

@@ -37,6 +37,7 @@ pub(crate) enum Command {
     ResidentHashes(usize, Sender<Vec<WireHash>>),
     SetFaults(Faults, Sender<()>),
     ClearCache(Sender<bool>),
+    Subscribed(Sender<bool>),
     Stop(Sender<()>),
 }
 
@@ -208,6 +209,10 @@ impl Engine {
             }
             Command::ClearCache(reply) => {
                 let _ = reply.send(self.clear_cache());
+            }
+            Command::Subscribed(reply) => {
+                let all = self.ranks.iter().all(|rank| rank.publisher.borrow_mut().subscriptions() > 0);
+                let _ = reply.send(all);
             }
             Command::Stop(reply) => return Some(reply),
         }

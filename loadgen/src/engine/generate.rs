@@ -93,11 +93,11 @@ pub(super) async fn respond(
             return prefill(engine, connection, request, job, &reply, names).await;
         }
         Plan::Decode(sources) => {
+            let waiting = disagg::Waiting::begin(engine, sources, job.rid.as_deref(), job.sequences());
             if job.stream {
                 connection.write(stream_head(request)).await?;
             }
-            let rid = job.rid.as_deref();
-            match disagg::fetch_kv(engine, connection, sources, rid, job.sequences()).await? {
+            match waiting.fetch_kv(connection).await? {
                 DecodeOutcome::Arrived => true,
                 DecodeOutcome::Failed(message) => return fail_decode(connection, request, &job, &message).await,
                 DecodeOutcome::Aborted => return fail_decode(connection, request, &job, "aborted").await,
@@ -125,6 +125,10 @@ async fn prefill(
     reply: &Reply,
     names: Vec<String>,
 ) -> Result<(), Closed> {
+    // Engines look once before they start: a client that has left already starts nothing.
+    if connection.has_left().await {
+        return Err(Closed);
+    }
     let held = match HeldKv::begin(engine, names, job.rank as u32, job.rid.as_deref()) {
         Ok(held) => held,
         Err(error) => return connection.refuse(request, &error).await,

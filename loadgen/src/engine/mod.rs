@@ -295,6 +295,22 @@ impl EngineHandle {
         answer.recv().unwrap_or(false)
     }
 
+    /// Waits until every rank's event feed has a subscriber; false at the deadline.
+    pub fn wait_for_subscriber(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let (reply, answer) = std::sync::mpsc::channel();
+            self.send(Command::Subscribed(reply));
+            if answer.recv().unwrap_or(false) {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// The etcd registration record.
     pub fn registration(&self) -> Value {
         json!({
@@ -312,8 +328,9 @@ impl EngineHandle {
             1 => String::new(),
             ranks => format!(",dp-size={ranks}"),
         };
+        let replay = self.replay_addr.as_ref().map_or(String::new(), |endpoint| format!(",kv-replay={endpoint}"));
         format!(
-            "{},model={},kv-events={},block-size={},engine={}{dp_size}",
+            "{},model={},kv-events={},block-size={},engine={}{replay}{dp_size}",
             self.url(),
             self.config.model,
             self.events_addr,

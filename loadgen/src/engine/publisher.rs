@@ -1,4 +1,4 @@
-//! Owns the ZMQ side of an engine: one PUB socket per rank and, in vLLM style, the ROUTER sockets that replay old
+//! Owns the ZMQ side of an engine: one publishing socket per rank and, in vLLM style, the ROUTER sockets that replay old
 //! batches. Never decides what is published.
 //!
 //! Live message: `[topic, sequence number (8 bytes, big endian), payload]`, numbers from 0. A replay request names
@@ -21,15 +21,29 @@ const PORT_ATTEMPTS_MAX: usize = 50;
 type Batch = (u64, Vec<u8>);
 type History = Arc<Mutex<VecDeque<Batch>>>;
 
-/// Sends one rank's batches.
+/// Sends one rank's batches. XPUB is PUB on the wire and also tells who subscribes, so that tests can wait for a
+/// subscriber instead of losing the first batches to a slow connection.
 pub struct Publisher {
     socket: zmq::Socket,
+    subscriptions: usize,
     topic: String,
     next: u64,
     history: History,
 }
 
 impl Publisher {
+    /// Subscriptions in force.
+    pub fn subscriptions(&mut self) -> usize {
+        while let Ok(message) = self.socket.recv_bytes(zmq::DONTWAIT) {
+            match message.first() {
+                Some(1) => self.subscriptions += 1,
+                Some(0) => self.subscriptions = self.subscriptions.saturating_sub(1),
+                _ => {}
+            }
+        }
+        self.subscriptions
+    }
+
     /// Publishes one payload and returns its number. A `lost` payload takes its number and can be replayed, but is
     /// not sent: a gap as a full queue makes it.
     pub fn publish(&mut self, payload: Vec<u8>, lost: bool) -> u64 {
@@ -37,7 +51,8 @@ impl Publisher {
         self.next += 1;
         let bytes = number.to_be_bytes();
         if !lost {
-            // PUB never blocks: above the mark it drops, which subscribers see as a gap.
+            self.subscriptions();
+            // The socket never blocks: above the mark it drops, which subscribers see as a gap.
             if let Err(error) = self.socket.send_multipart([self.topic.as_bytes(), &bytes, &payload], zmq::DONTWAIT) {
                 tracing::warn!(%error, number, "KV event batch not sent");
             }
@@ -74,13 +89,14 @@ pub struct FeedConfig {
 
 impl Feeds {
     pub fn open(context: &zmq::Context, config: &FeedConfig) -> Result<Feeds> {
-        let (sockets, port) = bind_ranks(context, zmq::PUB, &config.host, config.events_port, config.ranks)?;
+        let (sockets, port) = bind_ranks(context, zmq::XPUB, &config.host, config.events_port, config.ranks)?;
         let history: Vec<History> = sockets.iter().map(|_| History::default()).collect();
         let publishers = sockets
             .into_iter()
             .zip(&history)
             .map(|(socket, history)| Publisher {
                 socket,
+                subscriptions: 0,
                 topic: config.topic.clone(),
                 next: 0,
                 history: history.clone(),

@@ -1,8 +1,10 @@
 //! The client's end of a connection while an answer is written: whole writes with a stall limit, counted. It never
 //! reads.
 
+use std::pin::pin;
 use std::rc::Rc;
 
+use crate::buffers;
 use crate::clock::Slot;
 use crate::net::{IoBuf, Stream};
 use crate::shard::Shard;
@@ -33,15 +35,15 @@ impl Client {
         Client { stream, shard, task: Slot::new(), writes: Slot::new() }
     }
 
-    /// Writes all of `buffer`. The stall limit starts anew with each progress.
-    pub(super) async fn write_all<B: IoBuf>(&self, buffer: B) -> Result<B, ClientGone> {
+    /// Writes all of `buffer`, which is whole again afterwards unless this fails or is dropped. The stall limit starts
+    /// anew with each progress.
+    pub(super) async fn write_all<B: IoBuf + Default>(&self, buffer: &mut B) -> Result<(), ClientGone> {
         let stall = self.shard.limits.write_stall_timeout;
         let mut sent = 0;
-        let mut buffer = buffer;
         while sent < buffer.bytes_init() {
-            let write = self.writes.within(Some(stall), self.stream.send(buffer.slice(sent..)));
-            let (result, rest) = write.await.map_err(|_| ClientGone)?;
-            buffer = rest.into_inner();
+            let write = pin!(self.stream.send(std::mem::take(buffer).slice(sent..)));
+            let (result, rest) = self.writes.within(Some(stall), write).await.map_err(|_| ClientGone)?;
+            *buffer = rest.into_inner();
             match result {
                 Ok(0) | Err(_) => return Err(ClientGone),
                 Ok(written) => {
@@ -50,6 +52,13 @@ impl Client {
                 }
             }
         }
-        Ok(buffer)
+        Ok(())
+    }
+
+    /// Writes a buffer of the shard's and gives it back.
+    pub(super) async fn write_pooled(&self, mut buffer: Vec<u8>) -> Result<(), ClientGone> {
+        self.write_all(&mut buffer).await?;
+        buffers::give(buffer);
+        Ok(())
     }
 }

@@ -12,15 +12,20 @@ use bytes::Bytes;
 use http::StatusCode;
 
 use super::client::Client;
-use crate::buffers;
+use crate::buffers::{self, LARGE_BYTES};
 use crate::clock::{Fired, now_ms};
 use crate::http1::HeadScan;
 use crate::http1::chunked::Chunked;
 use crate::http1::request::{self, Refusal, RequestFraming, RequestHead};
+use crate::net::{Peeked, Stream};
 use crate::service::{Rejection, RejectionKind, Request};
 
 /// First allocation for a body whose length is only claimed, bytes.
 const BODY_BYTES_FIRST: usize = 256 << 10;
+/// A request that begins this soon after the answer before it, on the coarse clock, is quick.
+const QUICK_GAP_MS: u64 = 1000;
+/// So many quick requests in a row make a connection wait by a posted read.
+const QUICK_REQUESTS: u8 = 3;
 /// Bytes read in a row before the task lets others run.
 const BYTES_PER_TURN: usize = 256 << 10;
 
@@ -31,25 +36,37 @@ pub(super) enum Ended {
     Refused(Rejection),
 }
 
-/// A readiness wait that survives from one use to the next: it watches for the client's leaving during an exchange and
-/// is then the wait for the next request.
+/// How to wait for bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wait {
+    /// By readiness: holds no buffer, costs a system call more.
+    Ready,
+    /// By a posted read with a small buffer: for connections whose requests follow each other closely.
+    Read,
+}
+
+/// What a wait brought.
+pub(super) enum Woken {
+    Readable,
+    Received(io::Result<usize>, Vec<u8>),
+}
+
+/// A wait that survives from one use to the next: it watches for the client's leaving during an exchange and is then
+/// the wait for the next request. While one is pending nobody else may read from the stream: a posted read and a direct
+/// one would take the bytes in an order that nobody knows.
 pub(super) type Watch<'a, F> = Pin<&'a mut Option<F>>;
 
-pub(super) fn poll_readable<F>(mut watch: Watch<'_, F>, arm: impl FnOnce() -> F, cx: &mut Context<'_>) -> Poll<()>
-where
-    F: Future<Output = io::Result<()>>,
-{
-    if watch.is_none() {
-        watch.set(Some(arm()));
-    }
-    let Some(armed) = watch.as_mut().as_pin_mut() else { return Poll::Pending };
-    match armed.poll(cx) {
-        // An error shows again, and better, in the read that follows.
-        Poll::Ready(_) => {
-            watch.set(None);
-            Poll::Ready(())
+pub(super) async fn wait(stream: Stream, how: Wait) -> Woken {
+    match how {
+        Wait::Ready => {
+            // An error shows again, and better, in the read that follows.
+            let _ = stream.readable().await;
+            Woken::Readable
         }
-        Poll::Pending => Poll::Pending,
+        Wait::Read => {
+            let (result, buffer) = stream.receive(buffers::take_small()).await;
+            Woken::Received(result, buffer)
+        }
     }
 }
 
@@ -57,14 +74,68 @@ where
 #[derive(Default)]
 pub(super) struct Input {
     pub(super) bytes: Vec<u8>,
+    /// Requests in a row that came soon after the answer before them.
+    quick: u8,
 }
 
 impl Input {
-    /// Reads what has arrived into the buffer; `WouldBlock` when nothing has.
+    /// Waits for bytes and takes them in; `Ok(0)` = end of stream.
+    pub(super) fn poll_more<F: Future<Output = Woken>>(
+        &mut self,
+        client: &Client,
+        mut watch: Watch<'_, F>,
+        arm: impl Fn(Wait) -> F,
+        how: Wait,
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            if watch.is_none() {
+                watch.set(Some(arm(how)));
+            }
+            let Some(armed) = watch.as_mut().as_pin_mut() else { return Poll::Pending };
+            let Poll::Ready(woken) = armed.poll(cx) else { return Poll::Pending };
+            watch.set(None);
+            match woken {
+                Woken::Readable => match self.read_from(client) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    result => return Poll::Ready(result),
+                },
+                Woken::Received(result, buffer) => {
+                    let filled = result.as_ref().is_ok_and(|&received| received == buffer.capacity());
+                    self.absorb(buffer);
+                    if filled {
+                        // The rest is probably there already; an error or the end will show again.
+                        let _ = self.read_from(client);
+                    }
+                    return Poll::Ready(result);
+                }
+            }
+        }
+    }
+
+    fn absorb(&mut self, buffer: Vec<u8>) {
+        if self.bytes.is_empty() {
+            buffers::give(std::mem::replace(&mut self.bytes, buffer));
+            self.release_if_empty();
+        } else {
+            self.bytes.extend_from_slice(&buffer);
+            buffers::give(buffer);
+        }
+    }
+
+    /// How to watch and wait on this connection now.
+    pub(super) fn wait(&self) -> Wait {
+        if self.quick >= QUICK_REQUESTS { Wait::Read } else { Wait::Ready }
+    }
+
+    /// Reads what has arrived into the buffer; `WouldBlock` when nothing has. Nothing may be waiting meanwhile.
     pub(super) fn read_from(&mut self, client: &Client) -> io::Result<usize> {
-        if self.bytes.capacity() == 0 {
-            self.bytes = buffers::take_large();
-        } else if self.bytes.len() == self.bytes.capacity() {
+        if self.bytes.capacity() < LARGE_BYTES {
+            let mut large = buffers::take_large();
+            large.extend_from_slice(&self.bytes);
+            buffers::give(std::mem::replace(&mut self.bytes, large));
+        }
+        if self.bytes.len() == self.bytes.capacity() {
             self.bytes.reserve(self.bytes.capacity());
         }
         let result = client.stream.try_receive(&mut self.bytes);
@@ -97,42 +168,67 @@ pub(super) struct Reader<'a, 'w, F> {
     pub(super) peer: SocketAddr,
 }
 
-impl<F: Future<Output = io::Result<()>>> Reader<'_, '_, F> {
+impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
     /// The next request and whether it is HTTP/1.0 and wants to keep the connection.
-    pub(super) async fn request(&mut self, first: bool, arm: impl Fn() -> F) -> Result<(Request, bool, bool), Ended> {
+    pub(super) async fn request(
+        &mut self,
+        first: bool,
+        arm: impl Fn(Wait) -> F,
+    ) -> Result<(Request, bool, bool), Ended> {
         let length = self.head(first, &arm).await?;
-        let limits = &self.client.shard.limits;
-        let parsed = request::parse(&self.input.bytes[..length], limits.headers_max);
-        let head = parsed.map_err(|refusal| self.refused(refusal))?;
-        self.input.consume(length);
-        let RequestHead { method, target, http10, keep_alive, expects_continue, framing, head } = head;
-        let body = match framing {
-            RequestFraming::Length(0) => Bytes::new(),
-            RequestFraming::Length(length) if length > limits.body_bytes_max as u64 => return Err(self.too_large()),
-            RequestFraming::Length(length) if self.input.bytes.len() as u64 >= length => {
-                let body = Bytes::copy_from_slice(&self.input.bytes[..length as usize]);
-                self.input.consume(length as usize);
-                body
-            }
-            framing => {
-                if expects_continue && self.input.bytes.is_empty() {
-                    let go_on = Bytes::from_static(b"HTTP/1.1 100 Continue\r\n\r\n");
-                    self.client.write_all(go_on).await.map_err(|_| Ended::Quietly)?;
-                }
-                // Boxed: few requests come in several reads, and their state would sit in every connection's task.
-                match framing {
-                    RequestFraming::Length(length) => Box::pin(self.sized_body(length as usize, &arm)).await?,
-                    RequestFraming::Chunked => Box::pin(self.chunked_body(&arm)).await?,
-                }
-            }
+        let head = self.parse(length)?;
+        let body = match self.body_at_hand(&head)? {
+            Some(body) => body,
+            // Boxed: few requests come in several reads, and that state would sit in every connection's task.
+            None => Box::pin(self.rest_of_body(head.framing, head.expects_continue, &arm)).await?,
         };
+        let RequestHead { method, target, http10, keep_alive, head, .. } = head;
         let request = Request { method, target, head, body, peer: self.peer, received: Instant::now() };
         Ok((request, http10, keep_alive))
     }
 
+    fn parse(&mut self, length: usize) -> Result<RequestHead, Ended> {
+        let parsed = request::parse(&self.input.bytes[..length], self.client.shard.limits.headers_max);
+        let head = parsed.map_err(|refusal| self.refused(refusal))?;
+        self.input.consume(length);
+        Ok(head)
+    }
+
+    /// The body, if it is empty or has arrived with the head.
+    fn body_at_hand(&mut self, head: &RequestHead) -> Result<Option<Bytes>, Ended> {
+        match head.framing {
+            RequestFraming::Length(0) => Ok(Some(Bytes::new())),
+            RequestFraming::Length(length) if length > self.client.shard.limits.body_bytes_max as u64 => {
+                Err(self.too_large())
+            }
+            RequestFraming::Length(length) if self.input.bytes.len() as u64 >= length => {
+                let body = Bytes::copy_from_slice(&self.input.bytes[..length as usize]);
+                self.input.consume(length as usize);
+                Ok(Some(body))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    async fn rest_of_body(
+        &mut self,
+        framing: RequestFraming,
+        expects_continue: bool,
+        arm: &impl Fn(Wait) -> F,
+    ) -> Result<Bytes, Ended> {
+        if expects_continue && self.input.bytes.is_empty() {
+            let mut go_on = Bytes::from_static(b"HTTP/1.1 100 Continue\r\n\r\n");
+            self.client.write_all(&mut go_on).await.map_err(|_| Ended::Quietly)?;
+        }
+        match framing {
+            RequestFraming::Length(length) => self.sized_body(length as usize, arm).await,
+            RequestFraming::Chunked => self.chunked_body(arm).await,
+        }
+    }
+
     /// Reads until a whole head is in the buffer; returns its length. The idle wait before its first byte holds no
     /// buffer and may be drained.
-    async fn head(&mut self, first: bool, arm: &impl Fn() -> F) -> Result<usize, Ended> {
+    async fn head(&mut self, first: bool, arm: &impl Fn(Wait) -> F) -> Result<usize, Ended> {
         let limits = &self.client.shard.limits;
         let (head_timeout, head_bytes_max) = (limits.head_timeout, limits.head_bytes_max);
         let mut scan = HeadScan::default();
@@ -159,62 +255,67 @@ impl<F: Future<Output = io::Result<()>>> Reader<'_, '_, F> {
                 Duration::from_millis(deadline.saturating_sub(now_ms()))
             };
             self.client.task.set_idle(idle);
-            let ready = self.readable(limit, arm).await;
+            let waited_from_ms = now_ms();
+            let more = self.more(limit, self.input.wait(), arm).await;
             self.client.task.set_idle(false);
-            match ready {
-                Ok(()) => {}
-                // A request may have arrived in the same moment: it is served, the connection closes after it.
-                Err(Fired::Drained) if self.input.read_from(self.client).is_ok_and(|received| received > 0) => continue,
-                Err(Fired::Expired) if !idle => return Err(self.timed_out("the request head did not arrive in time")),
-                Err(_) => return Err(Ended::Quietly),
+            if idle {
+                let quick = now_ms() - waited_from_ms <= QUICK_GAP_MS;
+                self.input.quick = if quick { self.input.quick.saturating_add(1) } else { 0 };
             }
-            match self.input.read_from(self.client) {
-                Ok(0) => return Err(Ended::Quietly),
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            match more {
+                Ok(Ok(0) | Err(_)) => return Err(Ended::Quietly),
+                Ok(Ok(_)) => {}
+                // A request may have arrived in the same moment: it is served, the connection closes after it.
+                Err(Fired::Drained) if self.client.stream.peek() == Peeked::Bytes => {
+                    let limit = self.client.shard.limits.head_timeout;
+                    if !matches!(self.more(limit, Wait::Ready, arm).await, Ok(Ok(1..))) {
+                        return Err(Ended::Quietly);
+                    }
+                }
+                Err(Fired::Expired) if !idle => return Err(self.timed_out("the request head did not arrive in time")),
                 Err(_) => return Err(Ended::Quietly),
             }
         }
     }
 
     /// Reads a body of known length straight into its own buffer, which grows with what arrives, not with the claim.
-    async fn sized_body(&mut self, length: usize, arm: &impl Fn() -> F) -> Result<Bytes, Ended> {
+    async fn sized_body(&mut self, length: usize, arm: &impl Fn(Wait) -> F) -> Result<Bytes, Ended> {
         let mut body = Vec::with_capacity(length.min(BODY_BYTES_FIRST));
-        body.extend_from_slice(&self.input.bytes);
-        self.input.consume(body.len());
         let mut turn = 0;
-        while body.len() < length {
-            if body.len() == body.capacity() {
-                body.reserve_exact(body.len().min(length - body.len()));
+        loop {
+            let taken = self.input.bytes.len().min(length - body.len());
+            body.extend_from_slice(&self.input.bytes[..taken]);
+            self.input.consume(taken);
+            if body.len() == length {
+                return Ok(Bytes::from(body));
             }
-            match self.client.stream.try_receive(&mut body) {
-                Ok(0) => return Err(Ended::Quietly),
-                Ok(received) => turn += received,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.body_readable(arm).await?;
-                    turn = 0;
+            // As long as nobody else waits for bytes they go straight to where they belong.
+            while self.watch.is_none() && turn < BYTES_PER_TURN && body.len() < length {
+                if body.len() == body.capacity() {
+                    body.reserve_exact(body.len().min(length - body.len()));
                 }
-                Err(_) => return Err(Ended::Quietly),
+                match self.client.stream.try_receive(&mut body) {
+                    Ok(0) => return Err(Ended::Quietly),
+                    Ok(received) => turn += received,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(_) => return Err(Ended::Quietly),
+                }
             }
-            if turn >= BYTES_PER_TURN && body.len() < length {
-                self.body_readable(arm).await?;
+            if body.len() > length {
+                // The allocator gave more room than asked for, and the next request's first bytes are in it.
+                self.input.absorb(body.split_off(length));
+            }
+            if body.len() < length {
+                self.more_body(arm).await?;
                 turn = 0;
             }
         }
-        if body.len() > length {
-            // The allocator gave more room than asked for and the next request's first bytes are in it.
-            self.input.bytes = buffers::take_large();
-            self.input.bytes.extend_from_slice(&body[length..]);
-            body.truncate(length);
-        }
-        Ok(Bytes::from(body))
     }
 
-    async fn chunked_body(&mut self, arm: &impl Fn() -> F) -> Result<Bytes, Ended> {
+    async fn chunked_body(&mut self, arm: &impl Fn(Wait) -> F) -> Result<Bytes, Ended> {
         let body_bytes_max = self.client.shard.limits.body_bytes_max;
         let mut chunked = Chunked::default();
         let mut body = Vec::new();
-        let mut turn = 0;
         loop {
             let bytes = &self.input.bytes;
             let fed = chunked.feed(bytes, |range| body.extend_from_slice(&bytes[range]));
@@ -226,32 +327,23 @@ impl<F: Future<Output = io::Result<()>>> Reader<'_, '_, F> {
             if chunked.is_done() {
                 return Ok(Bytes::from(body));
             }
-            // Only now, with every byte at hand looked at, is it certain that more must come.
-            if turn >= BYTES_PER_TURN {
-                self.body_readable(arm).await?;
-                turn = 0;
-            }
-            match self.input.read_from(self.client) {
-                Ok(0) => return Err(Ended::Quietly),
-                Ok(received) => turn += received,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => turn = BYTES_PER_TURN,
-                Err(_) => return Err(Ended::Quietly),
-            }
+            self.more_body(arm).await?;
         }
     }
 
-    async fn body_readable(&mut self, arm: &impl Fn() -> F) -> Result<(), Ended> {
-        match self.readable(self.client.shard.limits.body_timeout, arm).await {
-            Ok(()) => Ok(()),
+    /// Takes more of a body into the input buffer.
+    async fn more_body(&mut self, arm: &impl Fn(Wait) -> F) -> Result<(), Ended> {
+        match self.more(self.client.shard.limits.body_timeout, Wait::Ready, arm).await {
+            Ok(Ok(1..)) => Ok(()),
             Err(Fired::Expired) => Err(self.timed_out("the request body stopped arriving")),
-            Err(_) => Err(Ended::Quietly),
+            Ok(_) | Err(_) => Err(Ended::Quietly),
         }
     }
 
-    async fn readable(&mut self, limit: Duration, arm: &impl Fn() -> F) -> Result<(), Fired> {
-        let watch = &mut self.watch;
-        let ready = std::future::poll_fn(|cx| poll_readable(watch.as_mut(), arm, cx));
-        self.client.task.within(Some(limit), ready).await
+    async fn more(&mut self, limit: Duration, how: Wait, arm: &impl Fn(Wait) -> F) -> Result<io::Result<usize>, Fired> {
+        let (client, input, watch) = (self.client, &mut *self.input, &mut self.watch);
+        let more = std::future::poll_fn(|cx| input.poll_more(client, watch.as_mut(), arm, how, cx));
+        client.task.within(Some(limit), std::pin::pin!(more)).await
     }
 
     fn refused(&self, refusal: Refusal) -> Ended {

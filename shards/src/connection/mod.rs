@@ -10,7 +10,7 @@ use std::any::Any;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -19,13 +19,13 @@ use http::StatusCode;
 
 use self::client::Client;
 pub use self::client::ClientGone;
-use self::input::{Ended, Input, Reader, Watch, poll_readable};
+use self::input::{Ended, Input, Reader, Wait, Watch, Woken, wait};
 pub use self::responder::{BodyObserver, IgnoreBody, Relay, RelayOutcome, Responder};
 use crate::buffers;
 use crate::clock::Fired;
 use crate::http1::write::{self, After};
 use crate::net::Stream;
-use crate::service::{Rejection, RejectionKind, Request, Response, Service};
+use crate::service::{Rejection, RejectionKind, Response, Service};
 use crate::shard::{self, Shard};
 
 /// Longest farewell: after a refusal the rest of the message is read and thrown away for this long, because closing
@@ -50,7 +50,7 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
     let _open = Level::up(&client.shard, |counters| &counters.connections_open);
     let mut input = Input::default();
     let mut watch = pin!(None);
-    let arm = || client.stream.readable();
+    let arm = |how| wait(client.stream.clone(), how);
     let mut first = true;
     loop {
         let mut reader = Reader { client: &client, input: &mut input, watch: watch.as_mut(), peer };
@@ -61,7 +61,9 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
         };
         first = false;
         let mut responder = Responder::new(client.clone(), &request.method, http10, keep_alive);
-        let outcome = exchange(&*service, request, &mut responder, &mut input, watch.as_mut(), arm).await;
+        // Boxed: it exists only while an exchange runs, so an idle connection does not carry its size.
+        let call = Box::pin(service.call(request, &mut responder));
+        let outcome = exchange(&client, call, &mut input, watch.as_mut(), arm).await;
         match outcome {
             Exchange::Done if responder.may_continue() => {}
             Exchange::Done if responder.is_complete() => return Box::pin(farewell(&client)).await,
@@ -83,21 +85,17 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
     }
 }
 
-/// Runs the service on one request until it is done or the client leaves. The service's future is boxed: it exists only
-/// while an exchange runs, so an idle connection does not carry its size.
-async fn exchange<S: Service, F: Future<Output = io::Result<()>>>(
-    service: &S,
-    request: Request,
-    responder: &mut Responder,
+/// Runs the service's call until it is done or the client leaves; it is dropped either way.
+async fn exchange<C: Future<Output = ()>, F: Future<Output = Woken>>(
+    client: &Rc<Client>,
+    mut call: Pin<Box<C>>,
     input: &mut Input,
     mut watch: Watch<'_, F>,
-    arm: impl Fn() -> F,
+    arm: impl Fn(Wait) -> F,
 ) -> Exchange {
-    let client = responder.client.clone();
     client.shard.counters.requests.add(1);
     let _active = Level::up(&client.shard, |counters| &counters.requests_active);
-    let mut call = Box::pin(service.call(request, responder));
-    let mut watching = Watching::new(&client);
+    let mut watching = Watching::new(client);
     std::future::poll_fn(|cx| {
         match shard::poll_caught(call.as_mut(), cx) {
             Poll::Ready(Ok(())) => return Poll::Ready(Exchange::Done),
@@ -121,24 +119,23 @@ impl<'a> Watching<'a> {
         Watching { client, full: false }
     }
 
-    fn poll<F: Future<Output = io::Result<()>>>(
+    fn poll<F: Future<Output = Woken>>(
         &mut self,
         input: &mut Input,
         mut watch: Watch<'_, F>,
-        arm: &impl Fn() -> F,
+        arm: &impl Fn(Wait) -> F,
         cx: &mut Context<'_>,
     ) -> Poll<Exchange> {
-        while !self.full && poll_readable(watch.as_mut(), arm, cx).is_ready() {
+        while !self.full {
             if input.bytes.len() >= self.client.shard.limits.pipelined_bytes_max {
                 self.full = true;
                 self.client.task.arm(HIDDEN_HANG_UP_CHECK);
                 break;
             }
-            match input.read_from(self.client) {
-                Ok(0) => return Poll::Ready(Exchange::ClientGone),
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return Poll::Ready(Exchange::ClientGone),
+            match input.poll_more(self.client, watch.as_mut(), arm, input.wait(), cx) {
+                Poll::Ready(Ok(1..)) => {}
+                Poll::Ready(Ok(_) | Err(_)) => return Poll::Ready(Exchange::ClientGone),
+                Poll::Pending => break,
             }
         }
         loop {
@@ -163,7 +160,7 @@ impl Drop for Watching<'_> {
 /// Answers a message that is not served, then closes.
 async fn refuse<S: Service>(client: &Client, service: &S, rejection: &Rejection) {
     client.shard.counters.rejections.add(1);
-    if client.write_all(rejection_bytes(service, rejection)).await.is_ok() {
+    if client.write_pooled(rejection_bytes(service, rejection)).await.is_ok() {
         farewell(client).await;
     }
 }
@@ -214,7 +211,7 @@ async fn farewell(client: &Client) {
             }
         }
     };
-    let _ = client.task.within(Some(FAREWELL), rest).await;
+    let _ = client.task.within(Some(FAREWELL), pin!(rest)).await;
     buffers::give(thrown);
 }
 
@@ -234,5 +231,58 @@ impl Level {
 impl Drop for Level {
     fn drop(&mut self) {
         (self.counter)(&self.shard.counters).subtract(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::service::Request;
+    use crate::upstream::{Upstream, UpstreamRequest, UpstreamResponse};
+
+    fn size<A, F: Future>(_: impl Fn(A) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    struct Minimal(Upstream);
+
+    impl Service for Minimal {
+        async fn call(&self, request: Request, responder: &mut Responder) {
+            let body = [request.body];
+            let outgoing = UpstreamRequest {
+                address: request.peer,
+                authority: "",
+                method: &request.method,
+                path_prefix: "",
+                target: &request.target,
+                headers: Some(&request.head),
+                remove: &[],
+                set: &[],
+                body: &body,
+            };
+            if let Ok(answer) = self.0.send(&outgoing).await {
+                let relay = Relay { set: &[], remove: &[], observer: &mut IgnoreBody, cut_notice: None };
+                responder.relay(answer, relay).await;
+            }
+        }
+
+        fn reject(&self, rejection: &Rejection) -> Response {
+            Response { status: rejection.status, headers: Vec::new(), body: bytes::Bytes::new() }
+        }
+    }
+
+    #[test]
+    fn futures_stay_small() {
+        type Send<'a> = (&'a Upstream, &'a UpstreamRequest<'a>);
+        let serve = size(|(a, b, c, d)| serve::<Minimal>(a, b, c, d));
+        let call = size(|(a, b, c): (&Minimal, Request, &'static mut Responder)| a.call(b, c));
+        let send = size(|(a, b): Send<'static>| a.send(b));
+        let relay = size(|(a, b, c): (&'static mut Responder, UpstreamResponse, Relay<'static>)| a.relay(b, c));
+        // Together they are most of what an open stream costs; a number that grows here grows ten thousand times.
+        for (name, bytes, bytes_max) in
+            [("serve", serve, 1200), ("send", send, 700), ("relay", relay, 950), ("call", call, 1700)]
+        {
+            assert!(bytes <= bytes_max, "{name} takes {bytes} bytes, at most {bytes_max} are allowed");
+        }
     }
 }

@@ -1,7 +1,6 @@
 //! Moves an upstream's answer to the client. It owns the choice of framing towards the client and the rule that a cut
 //! answer is never finished politely; it never holds more than one piece.
 
-use super::client::ClientGone;
 use super::responder::{Relay, RelayOutcome, Responder};
 use crate::buffers;
 use crate::http1::response::Framing;
@@ -13,6 +12,9 @@ pub(super) async fn run(
     mut upstream: UpstreamResponse,
     mut relay: Relay<'_>,
 ) -> RelayOutcome {
+    if responder.started() {
+        return RelayOutcome::ClientGone;
+    }
     let (shape, line) = framing_towards(responder, &upstream);
     let delimited = matches!(upstream.framing(), Framing::Nothing) || line != FramingLine::None;
     let after = responder.after(delimited);
@@ -31,25 +33,23 @@ pub(super) async fn run(
     }
     let unfinished = unfinished(&mut out, shape, &upstream, &relay);
     responder.begin();
-    match responder.client.write_all(out).await {
-        Ok(out) => buffers::give(out),
-        Err(ClientGone) => return RelayOutcome::ClientGone,
+    if responder.client.write_pooled(out).await.is_err() {
+        return RelayOutcome::ClientGone;
     }
     if let Some(at_boundary) = unfinished {
         let error = upstream.unfinished();
-        return cut(responder, at_boundary, relay.cut_notice.take(), error).await;
+        return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
     }
     loop {
         match upstream.next_piece(shape, &mut *relay.observer).await {
             Ok(Some(mut piece)) => {
                 let unfinished = unfinished(&mut piece, shape, &upstream, &relay);
-                match responder.client.write_all(piece).await {
-                    Ok(piece) => buffers::give(piece),
-                    Err(ClientGone) => return RelayOutcome::ClientGone,
+                if responder.client.write_pooled(piece).await.is_err() {
+                    return RelayOutcome::ClientGone;
                 }
                 if let Some(at_boundary) = unfinished {
                     let error = upstream.unfinished();
-                    return cut(responder, at_boundary, relay.cut_notice.take(), error).await;
+                    return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
                 }
             }
             Ok(None) => {
@@ -58,7 +58,7 @@ pub(super) async fn run(
             }
             Err(error) => {
                 let at_boundary = upstream.is_at_chunk_boundary();
-                return cut(responder, at_boundary, relay.cut_notice.take(), error).await;
+                return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
             }
         }
     }
@@ -122,9 +122,8 @@ async fn cut(
         out.extend_from_slice(&notice);
         out.extend_from_slice(b"\r\n");
     }
-    match responder.client.write_all(out).await {
-        Ok(out) => buffers::give(out),
-        Err(ClientGone) => return RelayOutcome::ClientGone,
+    if responder.client.write_pooled(out).await.is_err() {
+        return RelayOutcome::ClientGone;
     }
     RelayOutcome::UpstreamFailed(error)
 }

@@ -1,6 +1,7 @@
 //! The way back to the client for one request: an answer of the service's own, or a relayed one. It owns what may
 //! still be sent and what becomes of the connection, and never sends two answers.
 
+use std::future::Future;
 use std::rc::Rc;
 
 use http::{HeaderName, HeaderValue, Method, StatusCode};
@@ -97,9 +98,9 @@ impl Responder {
         let joined = rest.split_to(rest.len().min(LARGE_BYTES.saturating_sub(out.len())));
         out.extend_from_slice(&joined);
         self.begin();
-        buffers::give(self.client.write_all(out).await?);
+        self.client.write_pooled(out).await?;
         if !rest.is_empty() {
-            self.client.write_all(rest).await?;
+            self.client.write_all(&mut rest).await?;
         }
         self.complete();
         Ok(())
@@ -107,11 +108,13 @@ impl Responder {
 
     /// Passes an upstream's answer on: head and body, chunk framing byte for byte. Reads no further than the client
     /// takes. The upstream's connection goes back to its pool only after a whole body.
-    pub async fn relay(&mut self, upstream: UpstreamResponse, relay: Relay<'_>) -> RelayOutcome {
-        if self.started() {
-            return RelayOutcome::ClientGone;
-        }
-        relay::run(self, upstream, relay).await
+    // Not an async fn: the arguments would be stored once more.
+    pub fn relay<'a>(
+        &'a mut self,
+        upstream: UpstreamResponse,
+        relay: Relay<'a>,
+    ) -> impl Future<Output = RelayOutcome> + 'a {
+        relay::run(self, upstream, relay)
     }
 
     pub(super) fn begin(&mut self) {

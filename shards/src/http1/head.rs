@@ -1,7 +1,9 @@
 //! Header lines of one message as raw bytes plus spans, and what framing needs to know of them. It owns the rule
 //! which headers end at this hop and never builds a map.
 
-use super::Malformed;
+use std::cell::RefCell;
+
+use super::{HEADERS_CAP, Malformed};
 
 /// What a header line is to a proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +32,15 @@ struct Span {
 pub struct Head {
     raw: Vec<u8>,
     spans: Vec<Span>,
+}
+
+/// Buffers of dropped heads, for the next ones.
+const SPARE_MAX: usize = 64;
+/// Larger ones are freed.
+const SPARE_BYTES_MAX: usize = 4 << 10;
+
+thread_local! {
+    static SPARE: RefCell<Vec<(Vec<u8>, Vec<Span>)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// One line as the writers see it.
@@ -64,7 +75,9 @@ impl Head {
     /// `lines` borrow from `raw`, the whole head including its first line.
     pub(crate) fn new(raw: &[u8], lines: &[httparse::Header<'_>]) -> Result<(Head, Facts), Malformed> {
         let base = raw.as_ptr() as usize;
-        let mut head = Head { raw: raw.to_vec(), spans: Vec::with_capacity(lines.len()) };
+        let (raw_spare, spans) = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+        let mut head = Head { raw: raw_spare, spans };
+        head.raw.extend_from_slice(raw);
         for line in lines {
             let role = role_of(line.name.as_bytes());
             head.spans.push(Span {
@@ -182,6 +195,25 @@ impl Head {
 
     pub fn is_empty(&self) -> bool {
         self.spans.is_empty()
+    }
+}
+
+impl Drop for Head {
+    fn drop(&mut self) {
+        if self.raw.capacity() == 0 || self.raw.capacity() > SPARE_BYTES_MAX || self.spans.capacity() > HEADERS_CAP {
+            return;
+        }
+        let (mut raw, mut spans) = (std::mem::take(&mut self.raw), std::mem::take(&mut self.spans));
+        raw.clear();
+        spans.clear();
+        // A head may be dropped on any thread, also while that thread ends: then its buffers are simply freed.
+        let _ = SPARE.try_with(|kept| {
+            if let Ok(mut kept) = kept.try_borrow_mut()
+                && kept.len() < SPARE_MAX
+            {
+                kept.push((raw, spans));
+            }
+        });
     }
 }
 

@@ -4,6 +4,7 @@
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use crate::buffers::{self, LARGE_BYTES, SMALL_BYTES};
@@ -65,7 +66,7 @@ impl Connection {
                 return Ok(received);
             }
             let waiting = buffers::take_small();
-            let (result, buffer) = self.timed(limit, self.stream.receive(waiting)).await?;
+            let (result, buffer) = self.timed(limit, pin!(self.stream.receive(waiting))).await?;
             self.buffer = buffer;
             let received = result?;
             if received == self.buffer.capacity() {
@@ -79,7 +80,7 @@ impl Connection {
         }
         let (start, end) = (self.buffer.len(), self.buffer.capacity());
         let rest = std::mem::take(&mut self.buffer).slice_mut(start..end);
-        let (result, rest) = self.timed(limit, self.stream.receive(rest)).await?;
+        let (result, rest) = self.timed(limit, pin!(self.stream.receive(rest))).await?;
         self.buffer = rest.into_inner();
         Ok(result?)
     }
@@ -122,22 +123,23 @@ impl Connection {
         }
     }
 
-    /// Writes all of `buffer`; `stall` limits each pause, not the whole.
-    pub(super) async fn write_all<B: IoBuf>(&self, buffer: B, stall: Duration) -> Result<B, Trouble> {
+    /// Writes all of `buffer`, which is whole again afterwards unless this fails or is dropped. `stall` limits each
+    /// pause, not the whole.
+    pub(super) async fn write_all<B: IoBuf + Default>(&self, buffer: &mut B, stall: Duration) -> Result<(), Trouble> {
         let mut sent = 0;
-        let mut buffer = buffer;
         while sent < buffer.bytes_init() {
-            let (result, rest) = self.timed(Some(stall), self.stream.send(buffer.slice(sent..))).await?;
-            buffer = rest.into_inner();
+            let write = pin!(self.stream.send(std::mem::take(buffer).slice(sent..)));
+            let (result, rest) = self.timed(Some(stall), write).await?;
+            *buffer = rest.into_inner();
             match result? {
                 0 => return Err(io::Error::from(io::ErrorKind::WriteZero).into()),
                 written => sent += written,
             }
         }
-        Ok(buffer)
+        Ok(())
     }
 
-    async fn timed<F: Future>(&self, limit: Option<Duration>, future: F) -> Result<F::Output, Trouble> {
+    async fn timed<F: Future>(&self, limit: Option<Duration>, future: Pin<&mut F>) -> Result<F::Output, Trouble> {
         match limit {
             // Without a limit the slot has nothing to do: stop reaches this wait through its task.
             None => Ok(future.await),

@@ -118,7 +118,8 @@ impl Upstream {
                     self.0.counters.upstream_reuses.add(1);
                     connection
                 }
-                None => self.connect(request.address).await?,
+                // Boxed: the timer inside is large and aligned to cache lines, which every exchange would inherit.
+                None => Box::pin(self.connect(request.address)).await?,
             };
             match self.exchange(connection, request, progress).await {
                 Err(error) if error.is_stale_connection() => {}
@@ -202,13 +203,14 @@ impl Upstream {
                 break;
             }
         }
-        let out = connection.write_all(out, stall).await?;
+        connection.write_all(&mut out, stall).await?;
         buffers::give(out);
         if !rest.is_empty() {
-            connection.write_all(rest, stall).await?;
+            connection.write_all(&mut rest, stall).await?;
         }
         for segment in segments {
-            connection.write_all(segment.clone(), stall).await?;
+            rest = segment.clone();
+            connection.write_all(&mut rest, stall).await?;
         }
         Ok(())
     }

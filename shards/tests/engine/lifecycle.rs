@@ -192,6 +192,7 @@ fn stopped_engines_give_their_descriptors_back() {
             round();
         }
         let after = open_descriptors();
+        println!("{driver:?}: {before} -> {after}");
         assert!(after < before + 200, "{before} descriptors became {after} on {driver:?}");
     }
 }

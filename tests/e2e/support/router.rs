@@ -71,11 +71,6 @@ impl Start {
         self.command
     }
 
-    pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.command.env(name, value);
-        self
-    }
-
     /// A static worker of model `m`.
     pub fn worker(self, address: SocketAddr) -> Self {
         self.args(&["--worker", &format!("http://{address},model=m,block-size=16")])

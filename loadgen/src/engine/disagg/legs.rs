@@ -120,7 +120,7 @@ pub(in super::super) enum DecodeOutcome {
 }
 
 /// A decode request that waits. One that is dropped before its KV came tells the prefill engine, as vLLM does.
-struct Waiting<'a> {
+pub(in super::super) struct Waiting<'a> {
     engine: &'a Rc<Engine>,
     id: u64,
     aborted: Latch,
@@ -145,40 +145,40 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Pulls the KV of all `sources`, or until the client has left.
-pub(in super::super) async fn fetch_kv(
-    engine: &Rc<Engine>,
-    connection: &mut Connection,
-    sources: Vec<Source>,
-    rid: Option<&str>,
-    sequences: usize,
-) -> Result<DecodeOutcome, Closed> {
-    let id = engine.disagg.next.get();
-    engine.disagg.next.set(id + 1);
-    let aborted = Latch::default();
-    let names = abort_names(rid, sequences);
-    engine.disagg.waiting.borrow_mut().insert(id, (names, aborted.clone()));
-    engine.report_transfers();
-    let mut waiting = Waiting { engine, id, aborted: aborted.clone(), left: sources };
-    while let Some(source) = waiting.left.first().cloned() {
-        let body = json!({"name": source.name, "rank": source.rank, "engine_id": source.engine_id});
-        monoio::select! {
-            told = tell(&source, "/pd/pull", body) => match told {
-                Ok(200) => _ = waiting.left.remove(0),
-                Ok(status) => {
-                    waiting.left.remove(0);
-                    return Ok(DecodeOutcome::Failed(format!("transfer {} failed ({status})", source.name)));
-                }
-                Err(error) => {
-                    return Ok(DecodeOutcome::Failed(format!("transfer {} failed: {error}", source.name)));
-                }
-            },
-            _ = waiting.aborted.wait() => return Ok(DecodeOutcome::Aborted),
-            _ = connection.left() => return Err(Closed),
-            _ = engine.stop.wait() => return Err(Closed),
-        }
+impl<'a> Waiting<'a> {
+    /// From here on the request owns what `sources` name.
+    pub fn begin(engine: &'a Rc<Engine>, sources: Vec<Source>, rid: Option<&str>, sequences: usize) -> Waiting<'a> {
+        let id = engine.disagg.next.get();
+        engine.disagg.next.set(id + 1);
+        let aborted = Latch::default();
+        let names = abort_names(rid, sequences);
+        engine.disagg.waiting.borrow_mut().insert(id, (names, aborted.clone()));
+        engine.report_transfers();
+        Waiting { engine, id, aborted, left: sources }
     }
-    Ok(DecodeOutcome::Arrived)
+
+    /// Pulls the KV of all sources, or until the client has left.
+    pub async fn fetch_kv(mut self, connection: &mut Connection) -> Result<DecodeOutcome, Closed> {
+        while let Some(source) = self.left.first().cloned() {
+            let body = json!({"name": source.name, "rank": source.rank, "engine_id": source.engine_id});
+            monoio::select! {
+                told = tell(&source, "/pd/pull", body) => match told {
+                    Ok(200) => _ = self.left.remove(0),
+                    Ok(status) => {
+                        self.left.remove(0);
+                        return Ok(DecodeOutcome::Failed(format!("transfer {} failed ({status})", source.name)));
+                    }
+                    Err(error) => {
+                        return Ok(DecodeOutcome::Failed(format!("transfer {} failed: {error}", source.name)));
+                    }
+                },
+                _ = self.aborted.wait() => return Ok(DecodeOutcome::Aborted),
+                _ = connection.left() => return Err(Closed),
+                _ = self.engine.stop.wait() => return Err(Closed),
+            }
+        }
+        Ok(DecodeOutcome::Arrived)
+    }
 }
 
 /// One request to the other engine; gives the answer's status.

@@ -26,7 +26,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
-pub(super) use self::legs::{DecodeOutcome, HeldKv, answer_prefill, fetch_kv, pull, release};
+pub(super) use self::legs::{DecodeOutcome, HeldKv, Waiting, answer_prefill, pull, release};
 pub(super) use self::plan::{Plan, plan};
 pub use self::transfers::TransferCounts;
 use self::transfers::Transfers;

@@ -1,0 +1,99 @@
+//! Owns `loadgen demo`: flags, what is printed, the exit code.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use loadgen::demo::plot::{self, Curve};
+use loadgen::demo::{self, DemoConfig, PolicyRun, report, router};
+
+#[derive(Args)]
+pub struct DemoArguments {
+    /// Write the results here.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Write the picture here.
+    #[arg(long)]
+    svg: Option<PathBuf>,
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    engines: u16,
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Requests per policy.
+    #[arg(long)]
+    requests: Option<usize>,
+    /// Requests per second, Poisson.
+    #[arg(long)]
+    rate: Option<f64>,
+    /// Distinct system prompts.
+    #[arg(long)]
+    groups: Option<usize>,
+    /// Tokens of each system prompt.
+    #[arg(long)]
+    prefix_tokens: Option<usize>,
+    /// Exponent of the prompts' popularity, 0 = all alike.
+    #[arg(long)]
+    zipf: Option<f64>,
+    /// Tokens of each question.
+    #[arg(long)]
+    suffix_tokens: Option<usize>,
+    #[arg(long)]
+    output_tokens: Option<usize>,
+    /// KV blocks per engine.
+    #[arg(long)]
+    blocks: Option<usize>,
+    /// Further argument of the router, repeatable, as in `--router-arg=--kv-overlap-weight=4`.
+    #[arg(long = "router-arg", allow_hyphen_values = true)]
+    router_arguments: Vec<String>,
+    /// Router binary; the one beside this program (built if cargo started it) if absent.
+    #[arg(long)]
+    router: Option<PathBuf>,
+}
+
+pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
+    let mut say = |line: &str| eprintln!("{line}");
+    let binary = match arguments.router {
+        Some(binary) => binary,
+        None => router::find_or_build(&mut say)?,
+    };
+    let mut config = DemoConfig::new(binary);
+    config.engines = arguments.engines.into();
+    config.seed = arguments.seed;
+    config.requests = arguments.requests.unwrap_or(config.requests);
+    config.rate = arguments.rate.filter(|rate| rate.is_finite() && *rate > 0.0).unwrap_or(config.rate);
+    config.groups = arguments.groups.unwrap_or(config.groups);
+    config.prefix_tokens = arguments.prefix_tokens.unwrap_or(config.prefix_tokens);
+    config.zipf = arguments.zipf.filter(|zipf| zipf.is_finite()).unwrap_or(config.zipf);
+    config.suffix_tokens = arguments.suffix_tokens.unwrap_or(config.suffix_tokens);
+    config.output_tokens = arguments.output_tokens.unwrap_or(config.output_tokens).max(1);
+    config.blocks_total = arguments.blocks.unwrap_or(config.blocks_total);
+    config.router_arguments = arguments.router_arguments;
+    super::interrupt_sets(&config.interrupt)?;
+    let runs = demo::run(&config, &mut say)?;
+    print!("\n{}\n{}", report::table(&runs), plot::text(&curves(&runs)));
+    if let Some(path) = &arguments.json {
+        let text = serde_json::to_string_pretty(&report::json(&config, &runs))?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    if let Some(path) = &arguments.svg {
+        std::fs::write(path, plot::svg(&curves(&runs))).with_context(|| format!("writing {}", path.display()))?;
+    }
+    if config.interrupt.load(Ordering::Relaxed) {
+        return Ok(ExitCode::from(130));
+    }
+    let mut code = ExitCode::SUCCESS;
+    for run in &runs {
+        for problem in &run.problems {
+            eprintln!("PROBLEM under {}: {problem}", run.policy);
+            code = ExitCode::FAILURE;
+        }
+    }
+    Ok(code)
+}
+
+fn curves(runs: &[PolicyRun]) -> Vec<Curve<'_>> {
+    let curve = |run: &PolicyRun| run.result.record.ttft_series.iter().map(|(_, ttft_ms)| *ttft_ms).collect();
+    runs.iter().map(|run| Curve { name: run.policy, samples_ms: curve(run) }).collect()
+}

@@ -1,0 +1,105 @@
+//! From configuration to parts: the HTTP engine's settings, the prompt side, and which thread runs where.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+
+use infera_shards::{DriverChoice, EngineConfig};
+
+use super::{Config, IoDriver, ShardCpus};
+use crate::prompt::{Prompter, PrompterOptions};
+use crate::route::Policy;
+
+/// CPUs of the threads that matter; absent means: wherever the kernel likes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Placement {
+    pub ingest: Option<usize>,
+    pub shards: Option<Vec<usize>>,
+}
+
+impl Placement {
+    /// A CPU for the ingest core, then one for each shard; nothing where they would have to share.
+    fn spread(shards: usize, allowed: &[usize]) -> Self {
+        match allowed.split_first() {
+            Some((ingest, rest)) if rest.len() >= shards => {
+                Self { ingest: Some(*ingest), shards: Some(rest[..shards].to_vec()) }
+            }
+            _ => Self::default(),
+        }
+    }
+}
+
+/// A proxied stream needs two descriptors and an event feed about five; the soft limit is a leftover from `select`.
+pub fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if limit.current != limit.maximum && setrlimit(Resource::Nofile, raised).is_err() {
+        tracing::warn!(soft = ?limit.current, hard = ?limit.maximum, "the limit of open files cannot be raised");
+    }
+}
+
+fn allowed_cpus() -> Vec<usize> {
+    let Ok(set) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
+    (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()
+}
+
+impl Config {
+    /// `--encoder-threads`, or a quarter of the cores.
+    pub fn encoder_thread_count(&self) -> usize {
+        let quarter = || std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 4).max(1));
+        self.encoder_threads.unwrap_or_else(quarter)
+    }
+
+    /// The prompt side; absent for a policy that does not look at prompts, and without a tokenizer (which is said among
+    /// the warnings).
+    pub fn prompter(&self) -> anyhow::Result<Option<Arc<Prompter>>> {
+        let Some(path) = self.tokenizer_path.as_ref().filter(|_| self.policy == Policy::KvAware) else {
+            return Ok(None);
+        };
+        let options =
+            PrompterOptions { chat_template_kwargs: self.chat_template_kwargs.clone(), ..PrompterOptions::default() };
+        let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;
+        tracing::info!(path = %path.display(), encoder = prompter.encoder_name(), "tokenizer loaded");
+        Ok(Some(Arc::new(prompter)))
+    }
+
+    pub fn placement(&self) -> Placement {
+        match &self.shard_cpus {
+            ShardCpus::Auto => Placement::spread(self.shards, &allowed_cpus()),
+            ShardCpus::Off => Placement::default(),
+            ShardCpus::List(cpus) => Placement { ingest: None, shards: Some(cpus.clone()) },
+        }
+    }
+
+    /// What the engine is started with; everything that has no flag keeps the engine's default.
+    pub fn engine(&self) -> EngineConfig {
+        let mut engine = EngineConfig::new(self.listen);
+        engine.shards = self.shards;
+        engine.cpus = self.placement().shards;
+        engine.driver = match self.io_driver {
+            IoDriver::Auto => DriverChoice::Auto,
+            IoDriver::Epoll => DriverChoice::Epoll,
+        };
+        engine.require_io_uring = self.require_io_uring;
+        engine.limits.body_bytes_max = self.max_body_bytes;
+        engine.upstream.connect_timeout = self.upstream.connect;
+        engine.upstream.first_byte_timeout = self.upstream.first_byte;
+        engine.upstream.idle_timeout = self.upstream.idle;
+        engine
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_thread_gets_a_cpu_of_its_own_or_none_is_pinned() {
+        let pinned = |ingest, shards: &[usize]| Placement { ingest: Some(ingest), shards: Some(shards.to_vec()) };
+        assert_eq!(Placement::spread(3, &[4, 5, 6, 7, 9]), pinned(4, &[5, 6, 7]));
+        assert_eq!(Placement::spread(1, &[0, 1]), pinned(0, &[1]));
+        assert_eq!(Placement::spread(1, &[0]), Placement::default());
+        assert_eq!(Placement::spread(4, &[0, 1, 2, 3]), Placement::default());
+    }
+}

@@ -1,0 +1,97 @@
+//! `infera-router inspect prompt` on the real binary, over the golden requests.
+//!
+//! Needs the tokenizers of `tests/setup/fetch_tokenizers.sh`; says which did not run without them.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use infera_router::hash::prompt_blocks;
+use serde_json::Value;
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn tokenizer(name: &str) -> Option<PathBuf> {
+    let store =
+        std::env::var_os("INFERA_TOKENIZERS_DIR").map_or_else(|| root().join("target/tokenizers"), PathBuf::from);
+    let directory = store.join(name);
+    if directory.join("tokenizer.json").is_file() {
+        return Some(directory);
+    }
+    let message = format!("NOT RUN: tokenizer {name} is not in {}", store.display());
+    assert!(std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_none_or(|value| value != "1"), "{message}");
+    eprintln!("{message}");
+    None
+}
+
+/// Lines out for lines in.
+fn inspect(directory: &Path, arguments: &[&str], input: &str) -> Vec<Value> {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_infera-router"))
+        .args(["inspect", "prompt", "--router-tokenizer-path"])
+        .arg(directory)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let input = input.to_owned();
+    let writer = std::thread::spawn(move || stdin.write_all(input.as_bytes()));
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap().unwrap();
+    assert!(output.status.success());
+    String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn check(name: &str) {
+    let Some(directory) = tokenizer(name) else { return };
+    let golden = root().join("tests/fixtures/golden");
+    let input = std::fs::read_to_string(golden.join("requests.jsonl")).unwrap();
+    let expected = std::fs::read_to_string(golden.join(format!("golden_{name}.jsonl"))).unwrap();
+    let found = inspect(&directory, &["--now", "2026-01-15T12:00:00Z"], &input);
+    assert_eq!(found.len(), input.lines().count());
+    let mut checked = 0;
+    for expected in expected.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()) {
+        let found = found.iter().find(|found| found["id"] == expected["id"]).unwrap();
+        if expected.get("error").is_some() {
+            assert!(found["error"].is_string(), "{}", expected["id"]);
+            continue;
+        }
+        let ids: Vec<u32> = serde_json::from_value(found["ids"].clone()).unwrap();
+        assert_eq!(ids.len(), expected["n"], "{}", expected["id"]);
+        if let Some(text) = expected.get("text") {
+            assert_eq!(&found["text"], text, "{}", expected["id"]);
+        }
+        if let Some(expected_ids) = expected.get("ids") {
+            assert_eq!(&found["ids"], expected_ids, "{}", expected["id"]);
+            checked += 1;
+        }
+        let blocks: Vec<String> = prompt_blocks(&ids, 16).iter().map(|hash| format!("{:016x}", hash.0)).collect();
+        assert_eq!(found["blocks"], serde_json::json!(blocks));
+    }
+    assert!(checked > 30, "only {checked} of the recordings hold ids");
+}
+
+#[test]
+fn qwen3() {
+    check("qwen3");
+}
+
+#[test]
+fn gpt_oss_with_a_fixed_clock() {
+    check("gptoss");
+}
+
+#[test]
+fn bare_bodies_other_sizes_and_errors() {
+    let Some(directory) = tokenizer("qwen3") else { return };
+    let input = "{\"prompt\":[1,2,3,4,5]}\n\n{\"id\":\"x\",\"body\":{\"prompt\":\"hi\"}}\nnot json\n{\"id\":7,\"body\":{\"messages\":[]}}\n";
+    let found = inspect(&directory, &["--block-size", "4", "--engine", "sglang"], input);
+    assert_eq!(found.len(), 4);
+    assert_eq!(found[0]["blocks"], serde_json::json!(["341839abbe30be0b"]));
+    assert_eq!((&found[1]["id"], &found[1]["text"]), (&Value::from("x"), &Value::from("hi")));
+    assert!(found[2]["error"].as_str().unwrap().starts_with("bad_json"));
+    assert_eq!((&found[3]["id"], &found[3]["error"]), (&Value::from(7), &Value::from("no_prompt")));
+}
