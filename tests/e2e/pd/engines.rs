@@ -44,15 +44,17 @@ fn every_protocol_serves_over_engines_that_depend_on_each_other() {
             let (engines, router) = fleet(protocol, ranks, 2);
             let mut answers = Vec::new();
             for at in 0..6 {
-                let body = json!({"model": "demo", "prompt": [at, 7, 8, 9, 10, 11], "stream": at % 2 == 0, "max_tokens": 4,
+                let body =
+                    json!({"model": "demo", "prompt": [at, 7, 8, 9, 10, 11], "stream": at % 2 == 0, "max_tokens": 4,
                     "stream_options": if at % 2 == 0 { json!({"include_usage": true}) } else { Value::Null }})
-                .to_string();
+                    .to_string();
                 let answer = router.post("/v1/completions", &body);
                 assert!(answer.status == 200 && answer.complete, "{protocol:?} {ranks}: {}", answer.text());
                 answers.push(answer.text());
             }
             if protocol != PdProtocol::AtomMooncake {
-                let body = r#"{"model":"demo","messages":[{"role":"user","content":"able"}],"max_tokens":3,"min_tokens":2}"#;
+                let body =
+                    r#"{"model":"demo","messages":[{"role":"user","content":"able"}],"max_tokens":3,"min_tokens":2}"#;
                 let answer = router.post("/v1/chat/completions", body);
                 assert_eq!(answer.status, 200, "{protocol:?} {ranks}: {}", answer.text());
                 assert_eq!(answer.json()["usage"]["completion_tokens"], 3);

@@ -291,7 +291,10 @@ fn b38_ids_are_fresh_and_never_the_clients() {
             std::thread::spawn(move || {
                 for _ in 0..50 {
                     let headers = "X-Request-Id: same\r\n";
-                    assert_eq!(client::exchange(address, "POST", "/v1/completions", headers, evil.as_bytes()).status, 200);
+                    assert_eq!(
+                        client::exchange(address, "POST", "/v1/completions", headers, evil.as_bytes()).status,
+                        200
+                    );
                 }
             })
         })

@@ -61,7 +61,11 @@ fn b41_pins_stay_with_their_leg_and_are_checked() {
         (json!({}), "X-Data-Parallel-Rank: 9\r\n"),
     ] {
         let answer = ask(more.clone(), headers);
-        assert_eq!((answer.status, answer.json()["error"]["code"].as_str()), (400, Some("bad_request")), "{more} {headers}");
+        assert_eq!(
+            (answer.status, answer.json()["error"]["code"].as_str()),
+            (400, Some("bad_request")),
+            "{more} {headers}"
+        );
     }
     assert_eq!(prefill.requests() + decode.requests(), before, "nothing was sent");
     router.wait_for_rest();

@@ -3,7 +3,8 @@
 use super::*;
 use crate::support::worker::dead_address;
 
-const HANDOFF: &str = r#"{"do_remote_prefill":true,"remote_block_ids":[1,2],"remote_engine_id":"e","remote_host":"h","remote_port":1}"#;
+const HANDOFF: &str =
+    r#"{"do_remote_prefill":true,"remote_block_ids":[1,2],"remote_engine_id":"e","remote_host":"h","remote_port":1}"#;
 
 fn nixl_prefill() -> Worker {
     worker(|_, conversation| conversation.json(200, &format!(r#"{{"id":"x","kv_transfer_params":{HANDOFF}}}"#)))
@@ -36,12 +37,9 @@ fn the_prefill_answer_tells_decode_where_the_kv_is() {
 #[test]
 fn b36_a_failed_prefill_never_dispatches_decode() {
     let refusal = r#"{"error":{"message":"too long"}}"#;
-    for (status, body, expected) in [
-        (400, refusal, 400),
-        (500, "{}", 502),
-        (200, "not json", 502),
-        (200, r#"{"kv_transfer_params":[]}"#, 502),
-    ] {
+    for (status, body, expected) in
+        [(400, refusal, 400), (500, "{}", 502), (200, "not json", 502), (200, r#"{"kv_transfer_params":[]}"#, 502)]
+    {
         let prefill = worker(move |_, conversation| conversation.json(status, body));
         let decode = decoding();
         let router = nixl(&[prefill.address], &[decode.address]);
@@ -85,7 +83,9 @@ fn kv_that_a_failed_decode_worker_did_not_take_is_freed_through_another() {
     wait_until("the KV of every prefill was taken", || bodies(&decode).len() == prefills);
     let short = bodies(&decode).into_iter().filter(|body| body["stream"] == false && body["max_tokens"] == 1);
     assert_eq!(short.count(), prefills - 4);
-    wait_until("they are counted", || router.metric(r#"infera_router_pd_aborts_total{result="ok"}"#) == Some((prefills - 4) as f64));
+    wait_until("they are counted", || {
+        router.metric(r#"infera_router_pd_aborts_total{result="ok"}"#) == Some((prefills - 4) as f64)
+    });
     assert_eq!(router.metric("infera_router_pd_stranded_transfers_total"), Some(0.0));
     // With nobody left it is reported.
     let alone = nixl(&[prefill.address], &[dead_address()]);

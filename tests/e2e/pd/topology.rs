@@ -66,11 +66,8 @@ fn a_pool_of_several_protocols_pairs_within_each() {
 #[test]
 fn a_gateway_names_both_workers_in_direct_mode() {
     let (prefill, other_prefill, decode, other_decode) = (done(), done(), decoding(), decoding());
-    let records = pair_of(
-        "sglang-bootstrap",
-        &[prefill.address, other_prefill.address],
-        &[decode.address, other_decode.address],
-    );
+    let records =
+        pair_of("sglang-bootstrap", &[prefill.address, other_prefill.address], &[decode.address, other_decode.address]);
     let router = start(&records, |start| start.args(&["--router-mode", "direct"]));
     let ask = |headers: &str| {
         client::exchange(router.address, "POST", "/v1/completions", headers, br#"{"model":"m","prompt":"x"}"#)
@@ -102,7 +99,8 @@ fn a_gateway_names_both_workers_in_direct_mode() {
 #[test]
 fn direct_mode_serves_mixed_workers_and_auto_mode_ignores_the_headers() {
     let (one, other) = (json_worker(r#"{"from":"one"}"#), json_worker(r#"{"from":"other"}"#));
-    let records = [one.address, other.address].map(|address| record(address, "mixed", "", json!({"disagg_meta": null})));
+    let records =
+        [one.address, other.address].map(|address| record(address, "mixed", "", json!({"disagg_meta": null})));
     let headers = format!("x-worker-instance-id: {}\r\nx-prefill-instance-id: nonsense\r\n", one.address);
     let body = br#"{"model":"m","prompt":"x"}"#;
     let auto = start(&records, |start| start);

@@ -27,6 +27,21 @@ pub struct TransferCounts {
     pub decode_waiting: usize,
 }
 
+impl TransferCounts {
+    /// Of two engines together.
+    pub fn plus(self, other: TransferCounts) -> TransferCounts {
+        TransferCounts {
+            held: self.held + other.held,
+            delivered: self.delivered + other.delivered,
+            freed: self.freed + other.freed,
+            stranded: self.stranded + other.stranded,
+            collisions: self.collisions + other.collisions,
+            misdirected: self.misdirected + other.misdirected,
+            decode_waiting: self.decode_waiting + other.decode_waiting,
+        }
+    }
+}
+
 #[derive(Debug, PartialEq, Eq)]
 enum Stage {
     /// A pull came before the prefill request.
