@@ -15,4 +15,5 @@ mod kv_aware;
 mod leaving;
 mod lifecycle;
 mod official_client;
+mod pd;
 mod surface;
