@@ -192,7 +192,7 @@ fn a_stream_without_its_terminator_is_an_error_and_aborts_the_pair() {
         let text = answer.text();
         assert!(text.contains("worker_failed") && !text.contains("\ndata: [DONE]"), "{text}");
         let rid = bodies(&decode)[0]["rid"].as_str().unwrap().to_owned();
-        wait_for_aborts(&prefill, &[rid.clone()]);
+        wait_for_aborts(&prefill, std::slice::from_ref(&rid));
         wait_for_aborts(&decode, &[rid]);
         router.wait_for_rest();
         assert_eq!(router.metric(r#"infera_requests_total{outcome="error",router="disagg"}"#), Some(1.0));
@@ -272,7 +272,7 @@ fn a_client_that_leaves_in_mid_stream_ends_the_pair_and_one_that_leaves_behind_t
             std::thread::sleep(Duration::from_millis(600));
             assert_eq!((aborts(&prefill), aborts(&decode)), (vec![], vec![]));
         } else {
-            wait_for_aborts(&prefill, &[rid.clone()]);
+            wait_for_aborts(&prefill, std::slice::from_ref(&rid));
             wait_for_aborts(&decode, &[rid]);
         }
     }
@@ -357,7 +357,7 @@ fn the_drain_timeout_starts_when_decode_ends_and_then_aborts_the_pair() {
     wait_until("the prefill leg is gone", || prefill.closed().len() == 1);
     assert!(prefill.closed()[0] + Duration::from_millis(100) > ended, "it was ended before decode was");
     let rid = bodies(&decode)[0]["rid"].as_str().unwrap().to_owned();
-    wait_for_aborts(&prefill, &[rid.clone()]);
+    wait_for_aborts(&prefill, std::slice::from_ref(&rid));
     wait_for_aborts(&decode, &[rid]);
 }
 
