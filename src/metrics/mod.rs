@@ -13,6 +13,7 @@ use prometheus::{Encoder, TextEncoder};
 use crate::discovery::Status;
 use crate::index::SharedView;
 use crate::ingest::IngestStats;
+use crate::prompt::Prompter;
 use crate::proxy::{RequestMetrics, Steering};
 
 /// Reads discovery's state at the moment of the scrape.
@@ -26,6 +27,7 @@ pub struct MetricsPage {
     ingest: Arc<IngestStats>,
     discovery: StatusReader,
     engine: Arc<OnceLock<Weak<Engine>>>,
+    prompter: Option<Arc<Prompter>>,
     started: Instant,
 }
 
@@ -38,7 +40,13 @@ impl MetricsPage {
         discovery: StatusReader,
         engine: Arc<OnceLock<Weak<Engine>>>,
     ) -> Self {
-        Self { requests, steering, view, ingest, discovery, engine, started: Instant::now() }
+        Self { requests, steering, view, ingest, discovery, engine, prompter: None, started: Instant::now() }
+    }
+
+    /// Shows the prompt side's counters too.
+    pub fn with_prompter(mut self, prompter: Option<Arc<Prompter>>) -> Self {
+        self.prompter = prompter;
+        self
     }
 
     /// Prometheus text format 0.0.4.
