@@ -18,6 +18,7 @@ pub mod load;
 pub mod route;
 // Protocols.
 pub mod api;
+pub mod pd;
 // Exchange.
 pub mod proxy;
 // Slow side.

@@ -96,6 +96,27 @@ pub const EVENT_MESSAGES_PER_TURN: usize = 64;
 /// Frames kept of one multipart message; the rest is read and dropped.
 pub const EVENT_FRAMES_MAX: usize = 8;
 
+/// Sequences (prompts times samples) of one request that a prefill and a decode worker share: each has a room of
+/// its own in the body.
+pub const PAIR_SEQUENCES_MAX: usize = 1_024;
+
+/// Answer of a prefill leg, bytes. It is one token, but may carry log probabilities of the whole prompt.
+pub const PREFILL_ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// Workers whose disaggregation parameters each shard keeps parsed.
+pub const PEERS_MAX: usize = 16_384;
+
+/// Workers named in the message about a pool without a compatible pair.
+pub const NAMED_WORKERS_MAX: usize = 4;
+
+/// One abort call.
+pub const ABORT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// One short decode request that frees KV which nobody wants any more.
+pub const RELEASE_DEADLINE: std::time::Duration = std::time::Duration::from_secs(30);
+
+/// An abort call for a leg that was just sent waits until the leg is this old: one that overtakes its request is lost.
+pub const ABORT_AGE_MIN: std::time::Duration = std::time::Duration::from_millis(250);
 /// Bytes of the prompt side's prefix cache (`--prompt-cache-bytes`): about 1,200 conversations of 110,000 tokens.
 pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
 /// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two

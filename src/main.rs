@@ -81,6 +81,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
             policy: config.policy,
             overlap_weight: config.kv_overlap_weight,
             retries_max: config.request_retries_max,
+            disaggregation: config.disaggregation.clone(),
         },
         view: ingest.view.clone(),
         ledger: ingest.ledger.clone(),

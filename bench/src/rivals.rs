@@ -18,6 +18,9 @@ use crate::process::Process;
 /// The yardstick: every ratio is taken to its figure of the same round.
 pub const YARDSTICK: &str = "nginx";
 
+/// The router with two legs per request. Its CPU per request is to be at most 1.6 times that of [`ROUTER`].
+pub const ROUTER_PAIR: &str = "infera-router-pd";
+
 /// The subject of the project's own goals.
 pub const ROUTER: &str = "infera-router";
 
@@ -39,6 +42,8 @@ pub enum Kind {
     Haproxy(PathBuf),
     /// The project's router with its address flags, round-robin on one shard.
     Router(PathBuf),
+    /// The same with every request shared by a prefill and a decode worker; the backend plays both.
+    RouterPair(PathBuf),
     /// A shell command line with `{listen}` and `{upstream}` as `host:port`, `{port}` and `{upstream_port}` as numbers.
     Command(String),
 }
@@ -124,12 +129,21 @@ impl Rival {
                 command = Command::new(program);
                 command.args(["-db", "-f"]).arg(file);
             }
-            Kind::Router(program) => {
+            Kind::Router(program) | Kind::RouterPair(program) => {
                 command = Command::new(program);
                 command.env("RUST_LOG", "warn");
                 command.args(["--router-policy", "round-robin", "--shards", "1"]);
                 command.args(["--host", &listen.ip().to_string(), "--port", &listen.port().to_string()]);
-                command.arg("--worker").arg(format!("http://{upstream},model=m"));
+                let worker = format!("http://{upstream},model=m");
+                if matches!(self.kind, Kind::Router(_)) {
+                    command.arg("--worker").arg(worker);
+                } else {
+                    let protocol = "protocol=sglang-bootstrap";
+                    command
+                        .arg("--worker")
+                        .arg(format!("{worker},role=prefill,{protocol},bootstrap={upstream},id=p:1"));
+                    command.arg("--worker").arg(format!("{worker},role=decode,{protocol},id=d:1"));
+                }
             }
             Kind::Command(line) => {
                 let line = line

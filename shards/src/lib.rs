@@ -34,4 +34,4 @@ pub use net::runtime::DriverReport;
 pub use service::{Rejection, RejectionKind, Request, Response, Service, ShardContext};
 pub use shard::spawn_local;
 pub use stats::ShardStats;
-pub use upstream::{Upstream, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse};
+pub use upstream::{SendProgress, Upstream, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse};

@@ -38,6 +38,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub routing: RoutingArgs,
     #[command(flatten)]
+    pub disaggregation: DisaggregationArgs,
+    #[command(flatten)]
     pub steering: super::steering::SteeringArgs,
     #[command(flatten)]
     pub upstream: UpstreamArgs,
@@ -70,7 +72,8 @@ pub struct ListenArgs {
 #[command(next_help_heading = "Discovery")]
 pub struct DiscoveryArgs {
     /// A worker: URL[,key=value…] with the keys model, role (mixed|prefill|decode), engine, id, block-size, dp-size,
-    /// dp-rank, kv-events, kv-replay (tcp://host:port). What is left out is asked of the engine. Repeatable.
+    /// dp-rank, kv-events, kv-replay (tcp://host:port), and for a prefill or decode worker protocol and bootstrap
+    /// (host:port of a prefill worker's bootstrap server). What is left out is asked of the engine. Repeatable.
     #[arg(long, value_name = "URL[,KEY=VALUE…]")]
     pub worker: Vec<String>,
     /// JSON array of registration records; read again when it changes.
@@ -111,6 +114,33 @@ pub struct RoutingArgs {
     /// Further attempts on other workers, before any byte of the answer has reached the client.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub request_max_retries: u32,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Prefill and decode workers")]
+pub struct DisaggregationArgs {
+    /// Overlap weight for picking a prefill worker [default: --kv-overlap-weight].
+    #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
+    pub kv_prefill_overlap_weight: Option<f64>,
+    /// Overlap weight for picking a decode worker [default: --kv-overlap-weight].
+    #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
+    pub kv_decode_overlap_weight: Option<f64>,
+    /// When a request's load leaves its prefill worker: decode (with the decode answer's end)|completion (with the
+    /// prefill answer's end).
+    #[arg(long, value_name = "WHEN", env = "INFERA_PD_PREFILL_GUARD_RELEASE", default_value = "decode")]
+    pub pd_prefill_guard_release: String,
+    /// How long a prefill answer may go on after decode has ended, before the pair is aborted; 0 waits for ever.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "INFERA_PD_PREFILL_DRAIN_TIMEOUT",
+        default_value_t = 300.0,
+        allow_negative_numbers = true
+    )]
+    pub pd_prefill_drain_timeout_s: f64,
+    /// Who picks workers: auto (this router)|direct (the x-worker-instance-id and x-prefill-instance-id headers).
+    #[arg(long, value_name = "MODE", default_value = "auto")]
+    pub router_mode: String,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -168,17 +198,6 @@ pub struct NotBuiltArgs {
     pub breaker_cooldown_s: f64,
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     pub breaker_max_cooldown_s: f64,
-    /// [default: --kv-overlap-weight].
-    #[arg(long, value_name = "WEIGHT")]
-    pub kv_prefill_overlap_weight: Option<f64>,
-    /// [default: --kv-overlap-weight].
-    #[arg(long, value_name = "WEIGHT")]
-    pub kv_decode_overlap_weight: Option<f64>,
-    /// decode|completion.
-    #[arg(long, value_name = "WHEN", env = "INFERA_PD_PREFILL_GUARD_RELEASE", default_value = "decode")]
-    pub pd_prefill_guard_release: String,
-    #[arg(long, value_name = "SECONDS", env = "INFERA_PD_PREFILL_DRAIN_TIMEOUT", default_value_t = 300.0)]
-    pub pd_prefill_drain_timeout_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_ADMISSION_WARN", default_value_t = 240.0)]
     pub stream_admission_warn_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]

@@ -16,7 +16,7 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::discovery::DiscoveryConfig;
-use crate::proxy::SteeringSettings;
+use crate::proxy::{DisaggregationSettings, SteeringSettings};
 use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
 pub use engine::{Placement, raise_descriptor_limit};
@@ -69,6 +69,7 @@ pub struct Config {
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
     pub request_retries_max: u32,
+    pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
     /// At least 1.

@@ -240,15 +240,39 @@ fn good_values() {
 }
 
 #[test]
+fn disaggregation_has_weights_of_its_own_and_closed_sets_of_choices() {
+    let settings = config(&["--kv-overlap-weight", "2"]).disaggregation;
+    assert_eq!((settings.prefill_overlap_weight, settings.decode_overlap_weight), (2.0, 2.0));
+    assert_eq!(settings.prefill_drain_timeout, Some(Duration::from_secs(300)));
+    assert_eq!((settings.prefill_release, settings.mode), (PrefillRelease::Decode, RouterMode::Auto));
+    let settings = config(&[
+        "--kv-prefill-overlap-weight",
+        "20",
+        "--kv-decode-overlap-weight",
+        "0",
+        "--pd-prefill-guard-release",
+        "completion",
+        "--pd-prefill-drain-timeout-s",
+        "0",
+        "--router-mode",
+        "direct",
+    ])
+    .disaggregation;
+    assert_eq!((settings.prefill_overlap_weight, settings.decode_overlap_weight), (20.0, 0.0));
+    assert_eq!((settings.prefill_drain_timeout, settings.mode), (None, RouterMode::Direct));
+    assert_eq!(settings.prefill_release, PrefillRelease::Completion);
+    check_refused(&["--router-mode", "x"], EXIT_INVALID, &["--router-mode auto|direct"]);
+    check_refused(&["--pd-prefill-guard-release", "x"], EXIT_INVALID, &["decode|completion"]);
+    check_refused(&["--kv-decode-overlap-weight", "-1"], EXIT_INVALID, &["--kv-decode-overlap-weight must be"]);
+    check_refused(&["--pd-prefill-drain-timeout-s", "NaN"], EXIT_INVALID, &["--pd-prefill-drain-timeout-s"]);
+}
+
+#[test]
 fn b60_options_without_their_feature_are_refused_not_ignored() {
     for (name, asking, harmless) in [
         ("--breaker-failure-threshold", "5", &["3", "0"][..]),
         ("--breaker-cooldown-s", "10", &["5", "5.0"]),
         ("--breaker-max-cooldown-s", "10", &["60"]),
-        ("--kv-prefill-overlap-weight", "20", &[]),
-        ("--kv-decode-overlap-weight", "2", &[]),
-        ("--pd-prefill-guard-release", "completion", &["decode"]),
-        ("--pd-prefill-drain-timeout-s", "10", &["300"]),
         ("--stream-admission-warn-s", "10", &["240", "0"]),
         ("--stream-stall-warn-s", "10", &["60", "0"]),
         ("--kv-per-worker-template-kwargs", "", &["true", "false"]),

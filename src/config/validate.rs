@@ -5,22 +5,21 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::cli::{DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs};
+use super::cli::{
+    DisaggregationArgs, DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs,
+};
 use super::effective::{Setting, Source, redact};
 use super::{Config, IoDriver, LogFormat, ShardCpus, UpstreamTimeouts, worker_argument};
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
+use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode};
 use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 11] = [
+const NOT_BUILT: [(&str, Option<&str>); 7] = [
     ("breaker-failure-threshold", Some("0")),
     ("breaker-cooldown-s", None),
     ("breaker-max-cooldown-s", None),
-    ("kv-prefill-overlap-weight", None),
-    ("kv-decode-overlap-weight", None),
-    ("pd-prefill-guard-release", None),
-    ("pd-prefill-drain-timeout-s", None),
     ("stream-admission-warn-s", Some("0")),
     ("stream-stall-warn-s", Some("0")),
     ("kv-per-worker-template-kwargs", Some("false")),
@@ -64,6 +63,13 @@ impl Problems {
         Some(self.seconds(flag, seconds)).filter(|duration| !duration.is_zero())
     }
 
+    fn weight(&mut self, flag: &str, weight: f64) -> f64 {
+        if !weight.is_finite() || weight < 0.0 {
+            self.add(format!("{flag} must be a number of at least 0 (got {weight})"));
+        }
+        weight
+    }
+
     pub(super) fn range(&mut self, flag: &str, value: u32, minimum: u32, maximum: u32) -> usize {
         if !(minimum..=maximum).contains(&value) {
             self.add(format!("{flag} must be from {minimum} to {maximum} (got {value})"));
@@ -78,6 +84,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let listen = listen(&arguments.listen, &mut problems);
     let discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
+    let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
@@ -120,6 +127,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         chat_template_kwargs: routing.chat_template_kwargs,
         encoder_threads: routing.encoder_threads,
         request_retries_max: routing.request_retries_max,
+        disaggregation,
         steering,
         upstream,
         shards,
@@ -305,10 +313,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
             path.display()
         ));
     }
-    let overlap_weight = arguments.kv_overlap_weight;
-    if !overlap_weight.is_finite() || overlap_weight < 0.0 {
-        problems.add(format!("--kv-overlap-weight must be a number of at least 0 (got {overlap_weight})"));
-    }
+    let overlap_weight = problems.weight("--kv-overlap-weight", arguments.kv_overlap_weight);
     let chat_template_kwargs = match arguments.kv_default_chat_template_kwargs.as_deref().map(str::trim) {
         None | Some("") => serde_json::Map::new(),
         Some(text) => match serde_json::from_str(text) {
@@ -333,6 +338,30 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         chat_template_kwargs,
         encoder_threads,
         request_retries_max: arguments.request_max_retries,
+    }
+}
+
+fn disaggregation(
+    arguments: &DisaggregationArgs,
+    overlap_weight: f64,
+    problems: &mut Problems,
+) -> DisaggregationSettings {
+    let mut weight = |flag, given: Option<f64>| given.map_or(overlap_weight, |given| problems.weight(flag, given));
+    DisaggregationSettings {
+        prefill_overlap_weight: weight("--kv-prefill-overlap-weight", arguments.kv_prefill_overlap_weight),
+        decode_overlap_weight: weight("--kv-decode-overlap-weight", arguments.kv_decode_overlap_weight),
+        prefill_release: problems.choice(
+            "--pd-prefill-guard-release",
+            &arguments.pd_prefill_guard_release,
+            &[("decode", PrefillRelease::Decode), ("completion", PrefillRelease::Completion)],
+        ),
+        prefill_drain_timeout: problems
+            .seconds_or_off("--pd-prefill-drain-timeout-s", arguments.pd_prefill_drain_timeout_s),
+        mode: problems.choice(
+            "--router-mode",
+            &arguments.router_mode,
+            &[("auto", RouterMode::Auto), ("direct", RouterMode::Direct)],
+        ),
     }
 }
 

@@ -1,6 +1,6 @@
 //! `--worker URL[,key=value…]` -> a registration record with the same rules as one from a registry.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::worker::{WorkerRecord, WorkerUrl};
 
@@ -25,13 +25,20 @@ pub(super) fn parse(text: &str) -> Result<WorkerRecord, String> {
     let url = WorkerUrl::parse(url_text).map_err(|error| error.to_string())?;
     let mut members = Map::new();
     members.insert("url".to_owned(), Value::from(url.join("")));
+    let mut disaggregation = [("protocol", None), ("bootstrap", None)];
     for part in parts {
         let Some((key, value)) = part.split_once('=') else {
             return Err(format!("`{part}` is not key=value"));
         };
         let (key, value) = (key.trim(), value.trim());
+        if let Some(place) = disaggregation.iter_mut().find(|(name, _)| *name == key) {
+            if value.is_empty() || place.1.replace(value.to_owned()).is_some() {
+                return Err(format!("`{key}` is empty or given twice"));
+            }
+            continue;
+        }
         let Some((_, member, is_integer)) = KEYS.iter().find(|(name, ..)| *name == key) else {
-            let known: Vec<_> = KEYS.iter().map(|(name, ..)| *name).collect();
+            let known: Vec<_> = KEYS.iter().map(|(name, ..)| *name).chain(["protocol", "bootstrap"]).collect();
             return Err(format!("unknown key `{key}`; known: {}", known.join(", ")));
         };
         if value.is_empty() {
@@ -45,6 +52,14 @@ pub(super) fn parse(text: &str) -> Result<WorkerRecord, String> {
         if members.insert((*member).to_owned(), value).is_some() {
             return Err(format!("`{key}` is given twice"));
         }
+    }
+    match disaggregation.map(|(_, value)| value) {
+        [None, None] => {}
+        [Some(protocol), bootstrap] => {
+            let params = bootstrap.map_or_else(|| json!({}), |address| json!({"bootstrap_addr": address}));
+            members.insert("disagg_meta".to_owned(), json!({"protocol": protocol, "params": params}));
+        }
+        [None, Some(_)] => return Err("`bootstrap` needs `protocol`".to_owned()),
     }
     if !members.contains_key("worker_id") {
         members.insert("worker_id".to_owned(), Value::from(url.authority));

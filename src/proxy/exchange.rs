@@ -9,7 +9,10 @@ use infera_shards::{
 };
 use tracing::{debug, warn};
 
-use super::metrics::{Outcome, RequestMetrics};
+use super::cleanup::DATA_PARALLEL_RANK;
+use super::direct::{self, Named};
+use super::disaggregated;
+use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::observe::AnswerObserver;
 use super::pick::{Picked, Wish, pick};
 use super::prompts::{self, Prompts};
@@ -17,31 +20,38 @@ use super::service::RouterService;
 use super::steering::SessionName;
 use crate::api::{self, ApiError, Endpoint};
 use crate::fleet::Fleet;
+use crate::pd::PdEndpoint;
 use crate::prompt::extract::RoutingFields;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
 
-const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// Counts a request from its start to its end. A record that is dropped unfinished belongs to a client that
 /// left: the engine drops the request's future then.
 struct Record<'a> {
     metrics: &'a RequestMetrics,
+    router: RouterLabel,
     received: Instant,
     outcome: Outcome,
 }
 
 impl<'a> Record<'a> {
     fn start(metrics: &'a RequestMetrics, received: Instant) -> Self {
-        metrics.request_started();
-        Self { metrics, received, outcome: Outcome::StreamFailed }
+        let router = RouterLabel::Mixed;
+        metrics.request_started(router);
+        Self { metrics, router, received, outcome: Outcome::StreamFailed }
+    }
+
+    fn serve_as(&mut self, router: RouterLabel) {
+        self.metrics.request_moved(self.router, router);
+        self.router = router;
     }
 }
 
 impl Drop for Record<'_> {
     fn drop(&mut self) {
-        self.metrics.request_ended(self.outcome, self.received.elapsed().as_secs_f64());
+        self.metrics.request_ended(self.router, self.outcome, self.received.elapsed().as_secs_f64());
     }
 }
 
@@ -53,7 +63,14 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     let received = request.received;
     let mut record = Record::start(&service.shared.metrics, received);
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
-        Ok((picked, response)) => relay(&picked, response, responder, received).await,
+        Ok(Served::ByOne(picked, response)) => relay(&picked, response, responder, received).await,
+        Ok(Served::ByAPair(endpoint, route, request)) => {
+            record.serve_as(RouterLabel::Disagg);
+            match Box::pin(disaggregated::serve(service, endpoint, route, request, responder)).await {
+                Ok(outcome) => outcome,
+                Err(error) => Box::pin(refuse(error, responder)).await,
+            }
+        }
         Err(error) => Box::pin(refuse(error, responder)).await,
     };
 }
@@ -67,26 +84,40 @@ async fn refuse(error: ApiError, responder: &mut Responder) -> Outcome {
 }
 
 /// What the router knows of a request before it picks.
-struct Route {
-    endpoint: Endpoint,
+pub(super) struct Route {
+    pub endpoint: Endpoint,
     /// As the client wrote it; empty for none.
-    model: String,
-    samples: u32,
-    session: Option<SessionName>,
-    prompts: Prompts,
+    pub model: String,
+    /// Workers that a gateway has chosen.
+    pub named: Named,
+    pub samples: u32,
+    pub session: Option<SessionName>,
+    pub prompts: Prompts,
+}
+
+/// Who serves a request.
+enum Served {
+    /// One worker, whose answer has begun.
+    ByOne(Picked, UpstreamResponse),
+    /// A prefill and a decode worker, still to be picked.
+    ByAPair(PdEndpoint, Route, Request),
 }
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
 /// gone with this future: there is no replay once the answer goes to the client.
-async fn attempts(
-    service: &RouterService,
-    endpoint: Endpoint,
-    request: Request,
-) -> Result<(Picked, UpstreamResponse), ApiError> {
+async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request) -> Result<Served, ApiError> {
     let (model, samples) = requested(&endpoint, &request)?;
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
-    let mut route = Route { endpoint, model, samples, session, prompts: Prompts::default() };
+    let mode = service.shared.settings.disaggregation.mode;
+    let named = Named::of(mode, &request.head, &service.view().fleet)?;
+    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::default() };
+    if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint, &request) {
+        let view = service.view();
+        if disaggregated::is_pair(&view.fleet, named_model(&view.fleet, &route.model), &route.named) {
+            return Ok(Served::ByAPair(endpoint, route, request));
+        }
+    }
     if service.shared.settings.policy == Policy::KvAware && route.endpoint != Endpoint::Forward {
         let view = service.view();
         let (_, pool) = pool_of(&view.fleet, &route)?;
@@ -108,7 +139,7 @@ async fn attempts(
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 service.shared.metrics.retried("status");
             }
-            Ok(response) => return Ok((picked, response)),
+            Ok(response) => return Ok(Served::ByOne(picked, response)),
             Err(error) if may_retry => {
                 picked.failed();
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
@@ -128,6 +159,11 @@ async fn attempts(
 fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result<Option<(Picked, bool)>, ApiError> {
     let view = service.view();
     let (model, pool) = pool_of(&view.fleet, route)?;
+    let narrowed = match &route.named.worker {
+        Some(id) => Some(direct::narrowed(&view.fleet, pool, id, model)?),
+        None => None,
+    };
+    let pool = narrowed.as_deref().unwrap_or(pool);
     let by_load = route.endpoint == Endpoint::Forward;
     let wish = Wish {
         model,
@@ -146,12 +182,17 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
     Ok(Some((picked, may_retry)))
 }
 
-/// The pool that may serve the request. A body without a model is served when the fleet has just one.
-fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]), ApiError> {
-    let named = match (route.model.as_str(), fleet.models.len()) {
+/// The model that the request is for. A body without a model is served when the fleet has just one.
+pub(super) fn named_model<'a>(fleet: &'a Fleet, model: &'a str) -> &'a str {
+    match (model, fleet.models.len()) {
         ("", 1) => fleet.models.keys().next().map_or("", |name| &**name),
         (model, _) => model,
-    };
+    }
+}
+
+/// The pool that may serve the request.
+fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]), ApiError> {
+    let named = named_model(fleet, &route.model);
     let topology = route::topology(fleet, named).map_err(|error| ApiError::from_topology(named, error))?;
     let Some((name, _)) = fleet.models.get_key_value(named) else {
         return Err(ApiError::from_topology(named, route::TopologyError::NoWorkers));
@@ -160,10 +201,8 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
         Topology::Mixed(pool) => Ok((name, pool)),
         // Paths without a prompt need no pair: any worker of the decode pool answers them.
         Topology::Disaggregated { decode, .. } if route.endpoint == Endpoint::Forward => Ok((name, decode)),
-        Topology::Disaggregated { .. } => Err(ApiError::NotBuilt(format!(
-            "model={named:?} is served by prefill and decode workers, and disaggregated dispatch is not built yet; \
-             register workers with role mixed"
-        ))),
+        // Left to a gateway that named a mixed worker; pairs are served elsewhere.
+        Topology::Disaggregated { .. } => Ok((name, fleet.models.get(named).map_or(&[][..], |pool| &pool.mixed))),
     }
 }
 
@@ -204,8 +243,10 @@ fn multipart_model(body: &[u8]) -> Option<String> {
 async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
     let rank = picked.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank)));
-    // A rank-multiplexed worker gets the picked rank; any other gets what the client asked for.
-    let remove: &[HeaderName] = if rank.is_some() { &[DATA_PARALLEL_RANK] } else { &[] };
+    // Names of workers are not for workers. A rank-multiplexed one gets the picked rank; any other gets what the client
+    // asked for.
+    const REMOVED: [HeaderName; 3] = [direct::WORKER, direct::PREFILL, DATA_PARALLEL_RANK];
+    let remove = &REMOVED[..if rank.is_some() { 3 } else { 2 }];
     let upstream_request = UpstreamRequest {
         address: picked.address,
         authority: &worker.authority,

@@ -11,6 +11,7 @@ use prometheus::{
 
 use crate::load::TargetId;
 use crate::prompt::NoBlocks;
+use crate::worker::Role;
 
 /// How a request ended, as the `outcome` label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,8 +33,85 @@ const OUTCOMES: [(Outcome, &str); 5] = [
     (Outcome::StreamFailed, "stream_failed"),
 ];
 
-/// The `router` label of requests served by one worker.
-const MIXED: &str = "mixed";
+/// Who serves a request; the `router` label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterLabel {
+    /// One worker.
+    Mixed,
+    /// A prefill and a decode worker.
+    Disagg,
+}
+
+impl RouterLabel {
+    const ALL: [RouterLabel; 2] = [RouterLabel::Mixed, RouterLabel::Disagg];
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            RouterLabel::Mixed => "mixed",
+            RouterLabel::Disagg => "disagg",
+        }
+    }
+
+    const fn of(role: Role) -> Self {
+        match role {
+            Role::Mixed => RouterLabel::Mixed,
+            Role::Prefill | Role::Decode => RouterLabel::Disagg,
+        }
+    }
+}
+
+const ROLES: [Role; 3] = [Role::Mixed, Role::Prefill, Role::Decode];
+
+/// Figures of the picks for one role.
+struct RoleMetrics {
+    pick_cache_hits: Histogram,
+    pick_request_blocks: Histogram,
+    prefix_blocks_hit_total: IntCounter,
+    prefix_blocks_total: IntCounter,
+}
+
+/// What becomes of pairs and their transfers.
+pub struct PairMetrics {
+    leg_failures_total: IntCounterVec,
+    aborts_total: IntCounterVec,
+    pub stranded_transfers_total: IntCounter,
+    pub prefills_without_handoff_total: IntCounter,
+}
+
+impl PairMetrics {
+    fn new(make: &Make<'_>) -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            leg_failures_total: make.counters(
+                "infera_router_pd_leg_failures_total",
+                "Legs of prefill/decode pairs that failed, by leg and by what happened.",
+                &["leg", "reason"],
+            )?,
+            aborts_total: make.counters(
+                "infera_router_pd_aborts_total",
+                "Calls that ended a leg or freed its KV on a worker, by how they ended.",
+                &["result"],
+            )?,
+            stranded_transfers_total: make.counter(
+                "infera_router_pd_stranded_transfers_total",
+                "Transfers whose KV may stay on a prefill worker until its own timer frees it.",
+            )?,
+            prefills_without_handoff_total: make.counter(
+                "infera_router_pd_prefills_without_handoff_total",
+                "Prefill answers without transfer parameters; decode computed the prompt itself.",
+            )?,
+        })
+    }
+
+    /// A leg failed; `leg` is the role's name, `reason` the phase or `status`.
+    pub fn leg_failed(&self, leg: Role, reason: &str) {
+        self.leg_failures_total.with_label_values(&[leg.as_str(), reason]).inc();
+    }
+
+    /// An abort call or a release of held KV has ended.
+    pub fn aborted(&self, is_ok: bool) {
+        self.aborts_total.with_label_values(&[if is_ok { "ok" } else { "failed" }]).inc();
+    }
+}
 
 const DURATION_BUCKETS_SECONDS: &[f64] = &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
 const TTFT_BUCKETS_SECONDS: &[f64] = &[0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
@@ -45,18 +123,18 @@ const PROMPT_BUCKETS_SECONDS: &[f64] = &[0.0001, 0.0005, 0.001, 0.0025, 0.005, 0
 /// Process-wide request metrics. One per process; made at start, shared by all shards.
 pub struct RequestMetrics {
     registry: Registry,
-    outcomes: Vec<(IntCounter, Histogram)>,
-    inflight: IntGauge,
+    /// By router label, then by outcome.
+    outcomes: [Vec<(IntCounter, Histogram)>; 2],
+    inflight: [IntGauge; 2],
+    /// In the order of `ROLES`.
+    roles: [RoleMetrics; 3],
+    pub pairs: PairMetrics,
     ttft: HistogramVec,
     input_tokens: HistogramVec,
     output_tokens: HistogramVec,
     prompt_tokens_total: IntCounterVec,
     generation_tokens_total: IntCounterVec,
     picks_total: IntCounterVec,
-    pick_cache_hits: Histogram,
-    pick_request_blocks: Histogram,
-    prefix_blocks_hit_total: IntCounter,
-    prefix_blocks_total: IntCounter,
     retries_total: IntCounterVec,
     prompt_failures_total: IntCounterVec,
     prompt_seconds: Histogram,
@@ -110,13 +188,21 @@ impl RequestMetrics {
         )?;
         registry.register(Box::new(prompt_seconds.clone()))?;
         Ok(Self {
-            outcomes: OUTCOMES
-                .iter()
-                .map(|(_, label)| {
-                    (totals.with_label_values(&[MIXED, label]), durations.with_label_values(&[MIXED, label]))
-                })
-                .collect(),
-            inflight: inflight.with_label_values(&[MIXED]),
+            outcomes: RouterLabel::ALL.map(|router| {
+                let labels = OUTCOMES.iter().map(|(_, outcome)| [router.as_str(), *outcome]);
+                labels.map(|it| (totals.with_label_values(&it), durations.with_label_values(&it))).collect()
+            }),
+            inflight: RouterLabel::ALL.map(|router| inflight.with_label_values(&[router.as_str()])),
+            roles: ROLES.map(|role| {
+                let label = [role.as_str()];
+                RoleMetrics {
+                    pick_cache_hits: cache_hits.with_label_values(&label),
+                    pick_request_blocks: request_blocks.with_label_values(&label),
+                    prefix_blocks_hit_total: blocks_hit.with_label_values(&label),
+                    prefix_blocks_total: blocks.with_label_values(&label),
+                }
+            }),
+            pairs: PairMetrics::new(&make)?,
             ttft: make.histograms(
                 "infera_time_to_first_token_seconds",
                 "Seconds from the request's last byte to the first byte of the answer's body.",
@@ -146,10 +232,6 @@ impl RequestMetrics {
                 &["router", "model", "decode_worker"],
             )?,
             picks_total: make.counters("infera_router_picks_total", "Picks per target.", &["role", "worker_id"])?,
-            pick_cache_hits: cache_hits.with_label_values(&[MIXED]),
-            pick_request_blocks: request_blocks.with_label_values(&[MIXED]),
-            prefix_blocks_hit_total: blocks_hit.with_label_values(&[MIXED]),
-            prefix_blocks_total: blocks.with_label_values(&[MIXED]),
             retries_total: make.counters(
                 "infera_router_retries_total",
                 "Attempts repeated on another worker, by what ended the one before.",
@@ -169,26 +251,33 @@ impl RequestMetrics {
         &self.registry
     }
 
-    pub fn request_started(&self) {
-        self.inflight.inc();
+    pub fn request_started(&self, router: RouterLabel) {
+        self.inflight[router as usize].inc();
     }
 
-    pub fn request_ended(&self, outcome: Outcome, seconds: f64) {
-        self.inflight.dec();
+    /// A request that was counted under `from` is served under `to`.
+    pub fn request_moved(&self, from: RouterLabel, to: RouterLabel) {
+        self.inflight[to as usize].inc();
+        self.inflight[from as usize].dec();
+    }
+
+    pub fn request_ended(&self, router: RouterLabel, outcome: Outcome, seconds: f64) {
+        self.inflight[router as usize].dec();
         if let Some(place) = OUTCOMES.iter().position(|(known, _)| *known == outcome) {
-            let (total, duration) = &self.outcomes[place];
+            let (total, duration) = &self.outcomes[router as usize][place];
             total.inc();
             duration.observe(seconds);
         }
     }
 
     /// One pick of the kv-aware policy; a prompt without blocks counts as 0 of 0 and not as a miss.
-    pub fn picked(&self, cache_hits: u32, request_blocks: u32) {
-        self.pick_cache_hits.observe(f64::from(cache_hits));
-        self.pick_request_blocks.observe(f64::from(request_blocks));
+    pub fn picked(&self, role: Role, cache_hits: u32, request_blocks: u32) {
+        let metrics = &self.roles[role as usize];
+        metrics.pick_cache_hits.observe(f64::from(cache_hits));
+        metrics.pick_request_blocks.observe(f64::from(request_blocks));
         if request_blocks > 0 {
-            self.prefix_blocks_hit_total.inc_by(u64::from(cache_hits));
-            self.prefix_blocks_total.inc_by(u64::from(request_blocks));
+            metrics.prefix_blocks_hit_total.inc_by(u64::from(cache_hits));
+            metrics.prefix_blocks_total.inc_by(u64::from(request_blocks));
         }
     }
 
@@ -212,24 +301,26 @@ impl RequestMetrics {
         counter.get() == 1
     }
 
-    fn target(&self, model: &str, worker: &str, route_key: &str, role: &str) -> TargetMetrics {
+    fn target(&self, model: &str, worker: &str, route_key: &str, role: Role) -> TargetMetrics {
+        let router = RouterLabel::of(role).as_str();
         TargetMetrics {
-            picks: self.picks_total.with_label_values(&[role, route_key]),
-            ttft: self.ttft.with_label_values(&[MIXED, model, worker]),
-            prompt_tokens: self.prompt_tokens_total.with_label_values(&[MIXED, model, worker]),
-            generation_tokens: self.generation_tokens_total.with_label_values(&[MIXED, model, worker]),
-            input_tokens: self.input_tokens.with_label_values(&[MIXED, model]),
-            output_tokens: self.output_tokens.with_label_values(&[MIXED, model]),
+            picks: self.picks_total.with_label_values(&[role.as_str(), route_key]),
+            ttft: self.ttft.with_label_values(&[router, model, worker]),
+            prompt_tokens: self.prompt_tokens_total.with_label_values(&[router, model, worker]),
+            generation_tokens: self.generation_tokens_total.with_label_values(&[router, model, worker]),
+            input_tokens: self.input_tokens.with_label_values(&[router, model]),
+            output_tokens: self.output_tokens.with_label_values(&[router, model]),
         }
     }
 
     /// Drops the series of workers that are gone, so that rollouts do not grow the page.
-    pub fn forget_target(&self, model: &str, worker: &str, route_key: &str, role: &str) {
+    pub fn forget_target(&self, model: &str, worker: &str, route_key: &str, role: Role) {
+        let router = RouterLabel::of(role).as_str();
         // An error means that the series never existed.
-        let _ = self.picks_total.remove_label_values(&[role, route_key]);
-        let _ = self.ttft.remove_label_values(&[MIXED, model, worker]);
-        let _ = self.prompt_tokens_total.remove_label_values(&[MIXED, model, worker]);
-        let _ = self.generation_tokens_total.remove_label_values(&[MIXED, model, worker]);
+        let _ = self.picks_total.remove_label_values(&[role.as_str(), route_key]);
+        let _ = self.ttft.remove_label_values(&[router, model, worker]);
+        let _ = self.prompt_tokens_total.remove_label_values(&[router, model, worker]);
+        let _ = self.generation_tokens_total.remove_label_values(&[router, model, worker]);
     }
 }
 
@@ -252,8 +343,7 @@ impl TargetHandles {
             by_target.clear();
         }
         let record = &target.worker.record;
-        let handles =
-            metrics.target(&record.model_name, &target.worker.id, &target.route_key, record.disagg_mode.as_str());
+        let handles = metrics.target(&record.model_name, &target.worker.id, &target.route_key, record.disagg_mode);
         by_target.entry(target.id).or_insert(Rc::new(handles)).clone()
     }
 }
@@ -265,6 +355,12 @@ impl Make<'_> {
         let family = IntCounterVec::new(Opts::new(name, help), labels)?;
         self.0.register(Box::new(family.clone()))?;
         Ok(family)
+    }
+
+    fn counter(&self, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+        let counter = IntCounter::new(name, help)?;
+        self.0.register(Box::new(counter.clone()))?;
+        Ok(counter)
     }
 
     fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec, prometheus::Error> {

@@ -2,16 +2,25 @@
 //! release. Owns no socket and no thread; everything it holds for a request goes with the request's future,
 //! which the engine drops when the client leaves.
 
+mod cleanup;
+mod direct;
+mod disaggregated;
 mod exchange;
+mod legs;
 mod metrics;
 mod observe;
+mod pair;
+mod peers;
 mod pick;
 mod prompts;
+mod relay;
 mod service;
 mod shared;
 mod steering;
 
 pub use metrics::RequestMetrics;
 pub use service::{RouterService, metrics_response};
-pub use shared::{ControlAsk, ControlPlane, Lifecycle, Settings, Shared};
+pub use shared::{
+    ControlAsk, ControlPlane, DisaggregationSettings, Lifecycle, PrefillRelease, RouterMode, Settings, Shared,
+};
 pub use steering::{Steering, SteeringSettings};

@@ -25,7 +25,8 @@ pub(super) struct Picked {
     pub address: SocketAddr,
     pub rank: Option<u32>,
     pub handles: Handles,
-    _booking: Booking,
+    /// Absent once it was handed to somebody who ends earlier.
+    pub booking: Option<Booking>,
     _reservation: Option<Reservation>,
     session: Option<Lease>,
 }
@@ -163,7 +164,7 @@ fn kv_aware(
 ) -> Option<Picked> {
     let shared = &service.shared;
     let facts = &wish.prompts.facts;
-    let weight = shared.settings.overlap_weight * facts.retention.weight_factor();
+    let weight = shared.settings.overlap_weight_of(wish.role) * facts.retention.weight_factor();
     let demand = Demand::of(service, view, wish);
     let mut place;
     let mut reservation = None;
@@ -191,7 +192,7 @@ fn kv_aware(
     let target = &view.fleet.targets[chosen.target as usize];
     let (cache_hits, request_blocks) =
         if facts.is_multimodal { (0, 0) } else { (chosen.cache_hits, chosen.request_blocks) };
-    shared.metrics.picked(cache_hits, request_blocks);
+    shared.metrics.picked(wish.role, cache_hits, request_blocks);
     let mm_affinity_hits = if facts.is_multimodal { chosen.cache_hits / IMAGE_BLOCKS } else { 0 };
     if facts.is_multimodal && wish.role != Role::Decode {
         shared.steering.images.record(&view.fleet, target.id, &facts.images);
@@ -330,7 +331,7 @@ impl Charge {
             address,
             rank: target.rank,
             handles,
-            _booking: Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns()),
+            booking: Some(Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns())),
             _reservation: self.reservation,
             session: self.session,
         })

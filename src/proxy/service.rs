@@ -13,6 +13,7 @@ use serde_json::json;
 
 use super::exchange;
 use super::metrics::TargetHandles;
+use super::peers::Peers;
 use super::shared::{ControlAsk, Shared};
 use crate::api::{self, ApiError, Endpoint};
 use crate::index::{Hits, View};
@@ -23,6 +24,7 @@ pub struct RouterService {
     pub(super) shared: Arc<Shared>,
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
+    pub(super) peers: Peers,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
     view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
@@ -42,6 +44,7 @@ impl RouterService {
             view: RefCell::new(Cache::new(shared.view.clone())),
             round_robin: RefCell::new(RoundRobin::new(context.shard)),
             handles: TargetHandles::default(),
+            peers: Peers::default(),
             scratch: RefCell::default(),
             shared,
             context,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use infera_shards::{Completion, Response};
 
@@ -13,6 +13,7 @@ use crate::load::LedgerSink;
 use crate::prompt::Prompter;
 use crate::prompt::pool::EncoderPool;
 use crate::route::Policy;
+use crate::worker::Role;
 
 /// Settings of the request path; fixed for the life of the process.
 #[derive(Clone, Debug)]
@@ -22,6 +23,49 @@ pub struct Settings {
     pub overlap_weight: f64,
     /// `--request-max-retries`: attempts on other workers after the first.
     pub retries_max: u32,
+    pub disaggregation: DisaggregationSettings,
+}
+
+impl Settings {
+    /// Weight of the cache term when a worker of this role is picked.
+    pub fn overlap_weight_of(&self, role: Role) -> f64 {
+        match role {
+            Role::Mixed => self.overlap_weight,
+            Role::Prefill => self.disaggregation.prefill_overlap_weight,
+            Role::Decode => self.disaggregation.decode_overlap_weight,
+        }
+    }
+}
+
+/// Settings of requests that a prefill and a decode worker share.
+#[derive(Clone, Debug)]
+pub struct DisaggregationSettings {
+    /// `--kv-prefill-overlap-weight`.
+    pub prefill_overlap_weight: f64,
+    /// `--kv-decode-overlap-weight`.
+    pub decode_overlap_weight: f64,
+    pub prefill_release: PrefillRelease,
+    /// How long a prefill answer may go on after decode has ended; `None` for ever.
+    pub prefill_drain_timeout: Option<Duration>,
+    pub mode: RouterMode,
+}
+
+/// `--pd-prefill-guard-release`: when a request's charge leaves its prefill worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PrefillRelease {
+    /// When the decode answer has ended.
+    Decode,
+    /// When the prefill answer has ended.
+    Completion,
+}
+
+/// `--router-mode`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterMode {
+    /// This router picks.
+    Auto,
+    /// A gateway in front picks and names the workers in headers; without them as in auto mode.
+    Direct,
 }
 
 /// Where the process stands; one atomic, written by `main`.

@@ -7,6 +7,7 @@ mod etcd;
 mod support;
 
 mod affinity;
+mod decode_demand;
 mod demo;
 mod discovery;
 mod failures;
@@ -15,4 +16,5 @@ mod kv_aware;
 mod leaving;
 mod lifecycle;
 mod official_client;
+mod pd;
 mod surface;

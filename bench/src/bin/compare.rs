@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use bench::harness::{Harness, Plan, scenarios};
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit};
 use bench::report::{Report, progress};
-use bench::rivals::{Kind, ROUTER, Rival, YARDSTICK, find_tool};
+use bench::rivals::{Kind, ROUTER, ROUTER_PAIR, Rival, YARDSTICK, find_tool};
 use bench::scenario::Group;
 use clap::Parser;
 
@@ -31,6 +31,9 @@ struct Arguments {
     /// The router's binary. Without it the release binary is built first.
     #[arg(long)]
     router: Option<PathBuf>,
+    /// Also measure the router with a prefill and a decode leg per request; with --only json or body.
+    #[arg(long, conflicts_with = "without_router")]
+    pair: bool,
     /// Leave the router out.
     #[arg(long, conflicts_with = "router")]
     without_router: bool,
@@ -108,7 +111,10 @@ fn rivals(arguments: &Arguments) -> Result<Vec<Rival>> {
             Some(program) => program.clone(),
             None => build_router()?,
         };
-        rivals.push(Rival { name: ROUTER.to_owned(), kind: Kind::Router(program) });
+        rivals.push(Rival { name: ROUTER.to_owned(), kind: Kind::Router(program.clone()) });
+        if arguments.pair {
+            rivals.push(Rival { name: ROUTER_PAIR.to_owned(), kind: Kind::RouterPair(program) });
+        }
     }
     for rival in &arguments.rivals {
         ensure!(rivals.iter().all(|other| other.name != rival.name), "two proxies are called {}", rival.name);

@@ -7,7 +7,8 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context, Result};
 use clap::Args;
 use loadgen::demo::plot::{self, Curve};
-use loadgen::demo::{self, DemoConfig, PolicyRun, report, router};
+use loadgen::demo::{self, DemoConfig, PolicyRun, pair, report, router};
+use loadgen::engine::disagg::PdProtocol;
 
 #[derive(Args)]
 pub struct DemoArguments {
@@ -47,6 +48,12 @@ pub struct DemoArguments {
     /// Further argument of the router, repeatable, as in `--router-arg=--kv-overlap-weight=4`.
     #[arg(long = "router-arg", allow_hyphen_values = true)]
     router_arguments: Vec<String>,
+    /// Compare mixed engines with as many prefill and decode ones, as in `1p2d`, instead of two policies.
+    #[arg(long, value_name = "SHAPE")]
+    pd: Option<pair::PairShape>,
+    /// How the prefill and decode engines of --pd find each other.
+    #[arg(long, value_enum, default_value = "vllm-nixl", requires = "pd")]
+    protocol: PdProtocol,
     /// Router binary; the one beside this program (built if cargo started it) if absent.
     #[arg(long)]
     router: Option<PathBuf>,
@@ -59,7 +66,10 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
         None => router::find_or_build(&mut say)?,
     };
     let mut config = DemoConfig::new(binary);
-    config.engines = arguments.engines.into();
+    match arguments.pd {
+        Some(shape) => pair::tuned(&mut config, shape),
+        None => config.engines = arguments.engines.into(),
+    }
     config.seed = arguments.seed;
     config.requests = arguments.requests.unwrap_or(config.requests);
     config.rate = arguments.rate.filter(|rate| rate.is_finite() && *rate > 0.0).unwrap_or(config.rate);
@@ -71,6 +81,9 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
     config.blocks_total = arguments.blocks.unwrap_or(config.blocks_total);
     config.router_arguments = arguments.router_arguments;
     super::interrupt_sets(&config.interrupt)?;
+    if let Some(shape) = arguments.pd {
+        return run_pair(&config, shape, arguments.protocol, arguments.json.as_deref());
+    }
     let runs = demo::run(&config, &mut say)?;
     print!("\n{}\n{}", report::table(&runs), plot::text(&curves(&runs)));
     if let Some(path) = &arguments.json {
@@ -91,6 +104,27 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
         }
     }
     Ok(code)
+}
+
+fn run_pair(
+    config: &DemoConfig,
+    shape: pair::PairShape,
+    protocol: PdProtocol,
+    json: Option<&std::path::Path>,
+) -> Result<ExitCode> {
+    let runs = pair::run(config, shape, protocol, |line: &str| eprintln!("{line}"))?;
+    print!("\n{}", pair::table(&runs));
+    if let Some(path) = json {
+        let text = serde_json::to_string_pretty(&pair::json(config, protocol, &runs))?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    if config.interrupt.load(Ordering::Relaxed) {
+        return Ok(ExitCode::from(130));
+    }
+    let problems: Vec<String> =
+        runs.iter().flat_map(|run| run.problems.iter().map(|problem| format!("{}: {problem}", run.name))).collect();
+    problems.iter().for_each(|problem| eprintln!("PROBLEM with {problem}"));
+    Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn curves(runs: &[PolicyRun]) -> Vec<Curve<'_>> {

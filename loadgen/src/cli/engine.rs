@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
+use loadgen::engine::disagg::{Disagg, PdProtocol, PdRole};
 use loadgen::engine::events::EngineStyle;
 use loadgen::engine::faults::Faults;
 use loadgen::engine::register::{EtcdTarget, Registration};
@@ -73,6 +74,12 @@ pub struct EngineArguments {
     /// Share of requests answered with 500, 0 to 1.
     #[arg(long, default_value_t = 0.0)]
     fail_rate: f64,
+    /// Be one half of a prefill/decode pair.
+    #[arg(long, value_enum, requires = "protocol")]
+    role: Option<PdRole>,
+    /// How prefill and decode find each other.
+    #[arg(long, value_enum, requires = "role")]
+    protocol: Option<PdProtocol>,
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Register here (`host:port`) under a lease.
@@ -111,6 +118,7 @@ impl EngineArguments {
             },
             seed: self.seed.wrapping_add(number.into()),
             faults: Faults { fail_rate: self.fail_rate, ..Faults::default() },
+            disagg: self.role.zip(self.protocol).map(|(role, protocol)| Disagg::new(role, protocol)),
         }
     }
 }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::core::Engine;
 use super::events::EngineStyle;
-use super::{generate, shapes};
+use super::{disagg, generate, shapes};
 use crate::net::server::{Request, RequestError, read_request, response};
 use crate::net::stream::{Reader, Writer, split};
 
@@ -36,6 +36,15 @@ impl Connection {
                 Ok(count) if count > 0 && self.input.len() <= PIPELINED_BYTES_MAX => {}
                 _ => return,
             }
+        }
+    }
+
+    /// Whether the client has left already, as far as is known without waiting.
+    pub async fn has_left(&mut self) -> bool {
+        monoio::select! {
+            _ = self.left() => true,
+            // Two turns of the scheduler: a read that is posted now reports what had arrived.
+            _ = monoio::time::sleep(std::time::Duration::from_millis(1)) => false,
         }
     }
 
@@ -147,6 +156,8 @@ async fn handle(engine: &Rc<Engine>, connection: &mut Connection, request: &Requ
             };
             connection.answer_bytes(request, status, "text/plain", text.as_bytes()).await
         }
+        ("POST", "/pd/pull") => disagg::pull(engine, connection, request).await,
+        ("POST", "/pd/release") => disagg::release(engine, connection, request).await,
         ("POST", "/abort_request") => abort(engine, connection, request).await,
         ("GET", "/admin/state") => connection.answer(request, 200, &shapes::state(engine)).await,
         ("GET", "/admin/faults") => {
@@ -207,7 +218,9 @@ async fn abort(engine: &Rc<Engine>, connection: &mut Connection, request: &Reque
         Ok(body) => {
             let all = body["abort_all"] == true;
             let rid = body["rid"].as_str().unwrap_or_default();
-            let aborted = engine.abort_named(|name| all || name == rid);
+            let matches = |name: &str| all || (!rid.is_empty() && name == rid);
+            let aborted = engine.abort_named(matches) + engine.disagg.abort_named(matches);
+            engine.report_transfers();
             connection.answer(request, 200, &json!({"aborted": aborted})).await
         }
         Err(error) => connection.refuse(request, &error).await,

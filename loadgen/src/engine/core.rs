@@ -3,7 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::net::TcpListener as StdListener;
+use std::net::{SocketAddr, TcpListener as StdListener};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -16,6 +16,7 @@ use monoio::time::{Instant, sleep_until};
 use rand::Rng;
 use rand::rngs::SmallRng;
 
+use super::disagg::DisaggState;
 use super::events::{Dialect, EngineStyle};
 use super::faults::Faults;
 use super::hash::WireHash;
@@ -72,6 +73,8 @@ pub(super) struct Engine {
     pub faults: RefCell<Faults>,
     pub shared: Arc<Shared>,
     pub feeds: FeedNames,
+    pub address: SocketAddr,
+    pub disagg: DisaggState,
     pub stop: Latch,
     dialect: Dialect,
     draw: RefCell<SmallRng>,
@@ -98,7 +101,8 @@ pub(crate) async fn run_group(
 ) -> Result<()> {
     let mut engines = Vec::new();
     for (config, listener, feeds, shared) in parts {
-        let engine = Rc::new(Engine::new(config, text.clone(), feeds, shared));
+        let address = listener.local_addr()?;
+        let engine = Rc::new(Engine::new(config, text.clone(), feeds, shared, address));
         let listener = TcpListener::from_std(listener)?;
         engine.clone().spawn("accept loop", accept(engine.clone(), listener));
         for rank in 0..engine.ranks.len() {
@@ -120,7 +124,13 @@ pub(crate) async fn run_group(
 }
 
 impl Engine {
-    fn new(config: EngineConfig, text: Arc<TextModel>, feeds: Feeds, shared: Arc<Shared>) -> Engine {
+    fn new(
+        config: EngineConfig,
+        text: Arc<TextModel>,
+        feeds: Feeds,
+        shared: Arc<Shared>,
+        address: SocketAddr,
+    ) -> Engine {
         let dialect = Dialect {
             style: config.style,
             hash_form: config.style.hash_form(config.byte_hashes),
@@ -146,6 +156,8 @@ impl Engine {
             faults: RefCell::new(config.faults.clone()),
             shared,
             feeds: FeedNames { events: feeds.events_endpoint, replay: feeds.replay_endpoint },
+            address,
+            disagg: DisaggState::default(),
             stop: Latch::default(),
             dialect,
             draw: RefCell::new(seed::generator(config.seed, "faults")),
@@ -233,19 +245,24 @@ impl Engine {
         rate > 0.0 && self.draw.borrow_mut().random_bool(rate)
     }
 
-    /// Starts a sequence whose progress goes to `queue` as `choice`.
+    /// Starts a sequence whose progress goes to `queue` as `choice`. `received`: its prompt's KV came by transfer.
     pub fn submit(
         &self,
         rank: &Rank,
         queue: &Queue<Progress>,
         choice: usize,
         abort_name: Option<String>,
+        received: bool,
         make: impl FnOnce(u64) -> NewSequence,
     ) -> u64 {
         let id = self.next_id.get();
         self.next_id.set(id + 1);
         rank.listeners.borrow_mut().insert(id, Listener { queue: queue.clone(), choice, abort_name });
-        rank.scheduler.borrow_mut().submit(make(id));
+        let new = make(id);
+        match received {
+            true => rank.scheduler.borrow_mut().submit_received(new),
+            false => rank.scheduler.borrow_mut().submit(new),
+        }
         rank.wake.push(());
         self.report(rank);
         id
@@ -294,6 +311,15 @@ impl Engine {
         faults.lose_event_batches -= u32::from(lost);
         rank.publisher.borrow_mut().publish(payload, lost);
         rank.event_batches.set(rank.event_batches.get() + 1);
+    }
+
+    /// Tells handles what became of transfers.
+    pub fn report_transfers(&self) {
+        if let Some(disagg) = &self.config.disagg {
+            self.disagg.expire(disagg.hold_timeout);
+            let counts = self.disagg.counts();
+            self.shared.update(|shared| shared.transfers = counts);
+        }
     }
 
     /// Tells handles what this rank holds.

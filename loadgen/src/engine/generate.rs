@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::api::{Closed, Connection};
 use super::core::{Engine, Progress};
+use super::disagg::{self, DecodeOutcome, HeldKv, Plan};
 use super::scheduler::NewSequence;
 use super::shapes::{self, ApiError};
 use crate::net::server::{LAST_CHUNK, Request, chunked_head, push_chunk};
@@ -38,6 +39,12 @@ struct Job {
     rid: Option<String>,
 }
 
+impl Job {
+    fn sequences(&self) -> usize {
+        self.prompts.len() * self.samples
+    }
+}
+
 /// Sequences of a request; dropping it aborts those still running.
 struct Running<'a> {
     engine: &'a Engine,
@@ -64,23 +71,98 @@ pub(super) async fn respond(
         let error = outcome?;
         return connection.refuse(request, &error).await;
     }
-    let job = match shapes::parse_body(&request.body).and_then(|body| read_job(engine, request, kind, &body)) {
-        Ok(job) => job,
+    let read = shapes::parse_body(&request.body).and_then(|body| {
+        let job = read_job(engine, request, kind, &body)?;
+        let plan = disagg::plan(engine, request, kind, &body, job.sequences(), job.rank)?;
+        Ok((job, plan))
+    });
+    let (mut job, plan) = match read {
+        Ok(read) => read,
         Err(error) => return connection.refuse(request, &error).await,
     };
-    let running = start(engine, &job);
     let reply = Reply {
         id: format!("{}-{:016x}", if kind == Kind::Chat { "chatcmpl" } else { "cmpl" }, rand::random::<u64>()),
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         model: engine.config.model.clone(),
         prompt_tokens: job.prompts.iter().map(Vec::len).sum(),
     };
+    let received = match plan {
+        Plan::Alone => false,
+        Plan::Prefill { names, rank } => {
+            job.rank = rank as usize;
+            return prefill(engine, connection, request, job, &reply, names).await;
+        }
+        Plan::Decode(sources) => {
+            let waiting = disagg::Waiting::begin(engine, sources, job.rid.as_deref(), job.sequences());
+            if job.stream {
+                connection.write(stream_head(request)).await?;
+            }
+            match waiting.fetch_kv(connection).await? {
+                DecodeOutcome::Arrived => true,
+                DecodeOutcome::Failed(message) => return fail_decode(connection, request, &job, &message).await,
+                DecodeOutcome::Aborted => return fail_decode(connection, request, &job, "aborted").await,
+            }
+        }
+    };
+    let running = start(engine, &job, received);
     let close_after = engine.faults.borrow().close_after_tokens;
     if job.stream {
-        stream(connection, request, &job, running, &reply, close_after).await
+        if !received {
+            connection.write(stream_head(request)).await?;
+        }
+        stream(connection, &job, running, &reply, close_after).await
     } else {
         whole(connection, request, &job, running, &reply).await
     }
+}
+
+/// The prefill half: one token, and the KV held for the decode half.
+async fn prefill(
+    engine: &Rc<Engine>,
+    connection: &mut Connection,
+    request: &Request,
+    mut job: Job,
+    reply: &Reply,
+    names: Vec<String>,
+) -> Result<(), Closed> {
+    // Engines look once before they start: a client that has left already starts nothing.
+    if connection.has_left().await {
+        return Err(Closed);
+    }
+    let held = match HeldKv::begin(engine, names, job.rank as u32, job.rid.as_deref()) {
+        Ok(held) => held,
+        Err(error) => return connection.refuse(request, &error).await,
+    };
+    if job.count > 1 {
+        (job.count, job.finish_reason) = (1, "length");
+    }
+    let blocks = reply.prompt_tokens.div_ceil(engine.config.block_size);
+    let running = start(engine, &job, false);
+    let collected = collect(connection, &job, running).await?;
+    if collected.reason == "abort" {
+        return connection.refuse(request, &ApiError::new(500, "InternalServerError", "aborted")).await;
+    }
+    let is_cut_by_length = collected.reason == "length";
+    let body = collected.into_body(&job, reply);
+    disagg::answer_prefill(connection, request, held, body, blocks, is_cut_by_length).await
+}
+
+/// A decode request whose KV did not come: inside a stream it is too late for a status.
+async fn fail_decode(connection: &mut Connection, request: &Request, job: &Job, message: &str) -> Result<(), Closed> {
+    let error = ApiError::new(500, "InternalServerError", message);
+    if !job.stream {
+        return connection.refuse(request, &error).await;
+    }
+    let mut out = Vec::new();
+    push_chunk(&mut out, format!("data: {}\n\n", error.body()).as_bytes());
+    out.extend_from_slice(LAST_CHUNK);
+    connection.write(out).await
+}
+
+/// The head goes out at once, as both engines do: a proxy sees it long before the first token.
+fn stream_head(request: &Request) -> Vec<u8> {
+    let id = request.request_id.as_deref().map(|id| ("x-request-id", id));
+    chunked_head(200, "text/event-stream; charset=utf-8", id.as_slice(), request.keep_alive)
 }
 
 /// `Some(Err)` closes the connection, `Some(Ok)` is an error to answer.
@@ -206,21 +288,19 @@ pub(super) fn token_ids(value: &Value) -> Option<Vec<u32>> {
     value.as_array()?.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
 }
 
-fn start<'a>(engine: &'a Engine, job: &Job) -> Running<'a> {
+fn start<'a>(engine: &'a Engine, job: &Job, received: bool) -> Running<'a> {
     let queue = Queue::default();
     let mut running = Running { engine, rank: job.rank, ids: Vec::new(), answers: Vec::new(), queue };
     let rank = &engine.ranks[job.rank];
+    let abort_names = disagg::abort_names(job.rid.as_deref(), job.sequences());
     for prompt in &job.prompts {
         for sample in 0..job.samples {
             let answer = engine.text.answer(prompt, sample as u32, job.count);
             let choice = running.answers.len();
-            let abort_name = job.rid.as_ref().map(|rid| match job.samples {
-                1 => rid.clone(),
-                _ => format!("{rid}_{sample}"),
-            });
+            let abort_name = abort_names.get(choice).cloned();
             let tokens = answer.iter().map(|(token, _)| *token).collect();
             let salt = job.salt.clone();
-            let id = engine.submit(rank, &running.queue, choice, abort_name, |id| NewSequence {
+            let id = engine.submit(rank, &running.queue, choice, abort_name, received, |id| NewSequence {
                 id,
                 prompt: prompt.clone(),
                 answer: tokens,
@@ -268,18 +348,15 @@ fn piece(kind: Kind, index: usize, text: &str, finish_reason: Option<&str>) -> V
     }
 }
 
+/// The stream behind its head.
 async fn stream(
     connection: &mut Connection,
-    request: &Request,
     job: &Job,
     running: Running<'_>,
     reply: &Reply,
     close_after: Option<u32>,
 ) -> Result<(), Closed> {
-    let id = request.request_id.as_deref().map(|id| ("x-request-id", id));
-    let mut out = chunked_head(200, "text/event-stream; charset=utf-8", id.as_slice(), request.keep_alive);
-    // The head goes out at once, as both engines do: a proxy sees it long before the first token.
-    connection.write(std::mem::take(&mut out)).await?;
+    let mut out = Vec::new();
     let mut events = Vec::new();
     let mut opened = vec![false; running.answers.len()];
     let (mut open, mut generated, mut cached) = (running.answers.len(), 0, vec![0; running.answers.len()]);
@@ -332,6 +409,14 @@ fn cached_per_prompt(cached: &[usize], samples: usize) -> usize {
     cached.iter().step_by(samples).sum()
 }
 
+/// An answer's texts and counts, complete.
+struct Collected {
+    texts: Vec<String>,
+    generated: usize,
+    cached: Vec<usize>,
+    reason: &'static str,
+}
+
 async fn whole(
     connection: &mut Connection,
     request: &Request,
@@ -339,6 +424,11 @@ async fn whole(
     running: Running<'_>,
     reply: &Reply,
 ) -> Result<(), Closed> {
+    let body = collect(connection, job, running).await?.into_body(job, reply);
+    connection.answer(request, 200, &body).await
+}
+
+async fn collect(connection: &mut Connection, job: &Job, running: Running<'_>) -> Result<Collected, Closed> {
     let mut texts = vec![String::new(); running.answers.len()];
     let (mut open, mut generated, mut cached) = (texts.len(), 0, vec![0; texts.len()]);
     let mut reason = job.finish_reason;
@@ -356,14 +446,20 @@ async fn whole(
         cached[choice] = output.cached_tokens;
         open -= usize::from(output.last);
     }
-    let choice = |(index, text): (usize, String)| match job.kind {
-        Kind::Chat => json!({"index": index, "message": {"role": "assistant", "content": text}, "logprobs": null,
-            "finish_reason": reason}),
-        Kind::Text => json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason}),
-    };
-    let choices: Vec<Value> = texts.into_iter().enumerate().map(choice).collect();
-    let object = if job.kind == Kind::Chat { "chat.completion" } else { "text_completion" };
-    let body = json!({"id": reply.id, "object": object, "created": reply.created, "model": reply.model,
-        "choices": choices, "usage": reply.usage(generated, cached_per_prompt(&cached, job.samples))});
-    connection.answer(request, 200, &body).await
+    Ok(Collected { texts, generated, cached, reason })
+}
+
+impl Collected {
+    fn into_body(self, job: &Job, reply: &Reply) -> Value {
+        let reason = self.reason;
+        let choice = |(index, text): (usize, String)| match job.kind {
+            Kind::Chat => json!({"index": index, "message": {"role": "assistant", "content": text}, "logprobs": null,
+                "finish_reason": reason}),
+            Kind::Text => json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason}),
+        };
+        let choices: Vec<Value> = self.texts.into_iter().enumerate().map(choice).collect();
+        let object = if job.kind == Kind::Chat { "chat.completion" } else { "text_completion" };
+        json!({"id": reply.id, "object": object, "created": reply.created, "model": reply.model,
+            "choices": choices, "usage": reply.usage(self.generated, cached_per_prompt(&self.cached, job.samples))})
+    }
 }

@@ -6,6 +6,7 @@
 
 mod api;
 mod core;
+pub mod disagg;
 pub mod events;
 pub mod faults;
 mod generate;
@@ -25,6 +26,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use self::core::Command;
+use self::disagg::{Disagg, TransferCounts};
 use self::events::EngineStyle;
 use self::faults::Faults;
 use self::hash::WireHash;
@@ -61,6 +63,8 @@ pub struct EngineConfig {
     /// Seeds hashes, jitter and random failures.
     pub seed: u64,
     pub faults: Faults,
+    /// One half of a prefill/decode pair; both halves in one if absent.
+    pub disagg: Option<Disagg>,
 }
 
 impl Default for EngineConfig {
@@ -82,6 +86,7 @@ impl Default for EngineConfig {
             speed: Speed::default(),
             seed: 1,
             faults: Faults::default(),
+            disagg: None,
         }
     }
 }
@@ -104,6 +109,7 @@ pub struct EngineState {
     /// HTTP requests being answered.
     pub requests_open: usize,
     pub connections_open: usize,
+    pub transfers: TransferCounts,
 }
 
 impl EngineState {
@@ -309,7 +315,8 @@ impl EngineHandle {
     pub fn registration(&self) -> Value {
         json!({
             "worker_id": self.worker_id(), "url": self.url(), "model_name": self.config.model,
-            "engine": self.config.style.engine_name(), "disagg_mode": "mixed", "disagg_meta": null,
+            "engine": self.engine_name(), "disagg_mode": self.config.disagg.as_ref().map_or("mixed", Disagg::mode),
+            "disagg_meta": self.config.disagg.as_ref().map(|disagg| disagg.meta(self.addr, self.config.dp_size)),
             "kv_events_endpoint": self.events_addr, "kv_block_size": self.config.block_size, "dp_rank": null,
             "dp_size": (self.config.dp_size > 1).then_some(self.config.dp_size), "request_transport": "http",
         })
@@ -328,8 +335,12 @@ impl EngineHandle {
             self.config.model,
             self.events_addr,
             self.config.block_size,
-            self.config.style.engine_name(),
+            self.engine_name(),
         )
+    }
+
+    fn engine_name(&self) -> &'static str {
+        self.config.disagg.as_ref().map_or(self.config.style.engine_name(), |disagg| disagg.protocol.engine_name())
     }
 
     /// Stops the engine: open connections are cut, running requests dropped, sockets closed.

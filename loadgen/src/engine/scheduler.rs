@@ -112,6 +112,8 @@ struct Sequence {
     cached_tokens: Option<usize>,
     /// Tokens computed by the step under way.
     scheduled: usize,
+    /// The prompt's KV came by transfer: it takes blocks, but no computation.
+    received: bool,
 }
 
 /// Counters since the start.
@@ -187,6 +189,15 @@ impl Scheduler {
 
     /// Queues a sequence. The caller has checked that prompt and answer fit into [`Scheduler::tokens_max`].
     pub fn submit(&mut self, new: NewSequence) {
+        self.queue(new, false);
+    }
+
+    /// The same for a sequence whose prompt's KV came from another engine: it takes blocks, but no computation.
+    pub fn submit_received(&mut self, new: NewSequence) {
+        self.queue(new, true);
+    }
+
+    fn queue(&mut self, new: NewSequence, received: bool) {
         let prompt_length = new.prompt.len();
         assert!(prompt_length > 0 && !new.answer.is_empty(), "a sequence has a prompt and an answer");
         assert!(prompt_length + new.answer.len() <= self.tokens_max(), "a sequence fits into the pool");
@@ -204,6 +215,7 @@ impl Scheduler {
             named: 0,
             cached_tokens: None,
             scheduled: 0,
+            received,
         });
     }
 
@@ -301,6 +313,8 @@ impl Scheduler {
         *budget += sequence.scheduled;
         sequence.blocks.clear();
         (sequence.computed, sequence.named, sequence.scheduled) = (0, 0, 0);
+        // What was received is lost with the blocks.
+        sequence.received = false;
         self.totals.preempted += 1;
         self.waiting.push_front(sequence);
     }
@@ -311,7 +325,8 @@ impl Scheduler {
             let reusable = (sequence.tokens.len() - 1) / self.block_size;
             let hits = self.pool.prefix(&sequence.digests[..reusable.min(sequence.digests.len())]);
             let computed = hits.len() * self.block_size;
-            let count = (sequence.tokens.len() - computed).min(*budget);
+            let rest = sequence.tokens.len() - computed;
+            let (count, cost) = if sequence.received { (rest, 1) } else { (rest.min(*budget), rest.min(*budget)) };
             let need = (computed + count).div_ceil(self.block_size) - hits.len();
             if need + self.pool.unheld(&hits) > self.pool.blocks_free() {
                 return;
@@ -327,7 +342,7 @@ impl Scheduler {
             (sequence.computed, sequence.named, sequence.scheduled) = (computed, hits.len(), count);
             sequence.blocks = hits;
             sequence.blocks.extend(fresh);
-            *budget -= count;
+            *budget -= cost;
             self.running.push(sequence);
         }
     }
@@ -346,7 +361,7 @@ impl Scheduler {
                 decoding += 1;
                 context += sequence.tokens.len();
             } else {
-                prefill += sequence.scheduled as u32;
+                prefill += if sequence.received { 1 } else { sequence.scheduled as u32 };
             }
         }
         let speed = &self.speed;

@@ -79,7 +79,8 @@ pub(super) fn state(engine: &Engine) -> Value {
             "generated_tokens": totals.generated_tokens, "finished": totals.finished, "aborted": totals.aborted,
             "preempted": totals.preempted})
     };
-    json!({"model": engine.config.model, "ranks": engine.ranks.iter().map(rank).collect::<Vec<_>>()})
+    engine.report_transfers();
+    json!({"model": engine.config.model, "transfers": engine.disagg.counts(), "ranks": engine.ranks.iter().map(rank).collect::<Vec<_>>()})
 }
 
 /// Prometheus text with the names of the imitated engine.

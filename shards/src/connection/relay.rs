@@ -31,22 +31,35 @@ pub(super) async fn run(
             Err(error) => return RelayOutcome::UpstreamFailed(error),
         }
     }
+    let unfinished = unfinished(&mut out, shape, &upstream, &relay);
     responder.begin();
     if responder.client.write_pooled(out).await.is_err() {
         return RelayOutcome::ClientGone;
     }
+    if let Some(at_boundary) = unfinished {
+        let error = upstream.unfinished();
+        return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
+    }
     loop {
         match upstream.next_piece(shape, &mut *relay.observer).await {
-            Ok(Some(piece)) => {
+            Ok(Some(mut piece)) => {
+                let unfinished = unfinished(&mut piece, shape, &upstream, &relay);
                 if responder.client.write_pooled(piece).await.is_err() {
                     return RelayOutcome::ClientGone;
+                }
+                if let Some(at_boundary) = unfinished {
+                    let error = upstream.unfinished();
+                    return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
                 }
             }
             Ok(None) => {
                 responder.complete();
                 return RelayOutcome::Complete;
             }
-            Err(error) => return Box::pin(cut(responder, &upstream, relay.cut_notice.take(), error)).await,
+            Err(error) => {
+                let at_boundary = upstream.is_at_chunk_boundary();
+                return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
+            }
         }
     }
 }
@@ -66,17 +79,39 @@ fn framing_towards(responder: &Responder, upstream: &UpstreamResponse) -> (BodyS
     }
 }
 
+/// Whether the body has ended without being whole; if so, whether a chunk may still follow. The final chunk is then kept
+/// from the client. Where its first bytes went out with an earlier piece the rest is kept, so that the message has no end.
+fn unfinished(piece: &mut Vec<u8>, shape: BodyShape, upstream: &UpstreamResponse, relay: &Relay<'_>) -> Option<bool> {
+    const FINAL: &[u8] = b"0\r\n\r\n";
+    if !upstream.framing().is_done() || relay.observer.is_whole() {
+        return None;
+    }
+    let chunked = match (shape, upstream.framing()) {
+        (BodyShape::Chunks, _) | (BodyShape::AsIs, Framing::Chunked(_)) => true,
+        // Bytes without framing: anything may follow, up to the connection's end.
+        (_, Framing::Close { .. } | Framing::Chunked(_)) => return Some(true),
+        _ => false,
+    };
+    let ends = chunked && piece.ends_with(FINAL);
+    if ends {
+        piece.truncate(piece.len() - FINAL.len());
+    } else if chunked {
+        piece.clear();
+    }
+    Some(ends)
+}
+
 /// The upstream failed inside the body. Whatever is still sent, the answer stays visibly incomplete: the responder does
 /// not become complete, so the connection closes without a final chunk or before the announced length.
 #[cold]
 async fn cut(
     responder: &mut Responder,
-    upstream: &UpstreamResponse,
+    at_boundary: bool,
     notice: Option<bytes::Bytes>,
     error: UpstreamError,
 ) -> RelayOutcome {
     let Some(notice) = notice else { return RelayOutcome::UpstreamFailed(error) };
-    if !upstream.is_at_chunk_boundary() {
+    if !at_boundary {
         return RelayOutcome::UpstreamFailed(error);
     }
     let mut out = buffers::take_large();

@@ -18,6 +18,12 @@ pub trait BodyObserver {
     /// A piece of payload, without framing, in order, before it goes out. Pieces end where reads end, not where
     /// events do.
     fn data(&mut self, payload: &[u8]);
+
+    /// Asked once, when the body has ended as its framing says: whether that was the end of what it carried. A body
+    /// that was not whole is treated as cut: the client does not get its final chunk.
+    fn is_whole(&self) -> bool {
+        true
+    }
 }
 
 /// Looks at nothing.

@@ -7,7 +7,7 @@ pub(crate) mod stream;
 
 pub(crate) use listener::Listener;
 pub(crate) use monoio::buf::{IoBuf, IoBufMut};
-pub(crate) use stream::{Peeked, Stream};
+pub(crate) use stream::{Peeked, Stream, WeakStream};
 
 use std::future::Future;
 use std::time::Duration;

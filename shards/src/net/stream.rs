@@ -5,7 +5,7 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 use monoio::buf::{IoBuf, IoBufMut};
@@ -32,6 +32,16 @@ pub(crate) enum Peeked {
 #[derive(Clone)]
 pub(crate) struct Stream(Rc<SharedStream>);
 
+/// A stream that may be closed meanwhile.
+#[derive(Default)]
+pub(crate) struct WeakStream(Weak<SharedStream>);
+
+impl WeakStream {
+    pub(crate) fn upgrade(&self) -> Option<Stream> {
+        self.0.upgrade().map(Stream)
+    }
+}
+
 impl Stream {
     /// Takes over an accepted socket, or a listening one for [`Stream::readable`] only. Blocking mode must be as the
     /// driver needs it (see [`super::Listener`]).
@@ -46,6 +56,10 @@ impl Stream {
         let stream = Stream(Rc::new(SharedStream::new(stream)));
         set_options(stream.0.descriptor())?;
         Ok(stream)
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakStream {
+        WeakStream(Rc::downgrade(&self.0))
     }
 
     pub(crate) fn send<B: IoBuf>(&self, buffer: B) -> impl Future<Output = (io::Result<usize>, B)> + use<B> {

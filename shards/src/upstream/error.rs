@@ -26,6 +26,8 @@ pub enum UpstreamErrorKind {
     ClosedInBody,
     /// Broken inside the answer's body.
     ResetInBody(io::Error),
+    /// The body ended cleanly before what its observer takes for its end.
+    Unfinished,
     /// The answer breaks HTTP's rules; the text says which.
     BadResponse(&'static str),
     /// The answer, or its head, is larger than allowed.
@@ -57,6 +59,7 @@ impl UpstreamError {
             UpstreamErrorKind::IdleTimeout
             | UpstreamErrorKind::ClosedInBody
             | UpstreamErrorKind::ResetInBody(_)
+            | UpstreamErrorKind::Unfinished
             | UpstreamErrorKind::TooLarge => "body",
         }
     }
@@ -85,6 +88,7 @@ impl fmt::Display for UpstreamError {
             UpstreamErrorKind::ResetBeforeHead(error) => write!(out, "the connection broke before an answer: {error}"),
             UpstreamErrorKind::ClosedInBody => out.write_str("the connection was closed inside the answer"),
             UpstreamErrorKind::ResetInBody(error) => write!(out, "the connection broke inside the answer: {error}"),
+            UpstreamErrorKind::Unfinished => out.write_str("the answer ended before it was finished"),
             UpstreamErrorKind::BadResponse(reason) => write!(out, "the answer is not valid HTTP: {reason}"),
             UpstreamErrorKind::TooLarge => out.write_str("the answer is larger than allowed"),
         }

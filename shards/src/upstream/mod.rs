@@ -7,6 +7,7 @@ mod error;
 mod pool;
 mod response;
 
+use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ use crate::buffers::{self, LARGE_BYTES};
 use crate::config::UpstreamConfig;
 use crate::http1::head::Head;
 use crate::http1::{HeadScan, response as codec, write};
-use crate::net::Stream;
+use crate::net::{Stream, WeakStream};
 use crate::stats::ShardCounters;
 
 /// Interim answers (1xx) that are skipped before an answer counts as broken.
@@ -62,6 +63,33 @@ pub struct UpstreamRequest<'a> {
     pub body: &'a [Bytes],
 }
 
+/// How far one request has come, for callers that must know it after they gave the request up.
+#[derive(Default)]
+pub struct SendProgress {
+    stream: RefCell<WeakStream>,
+    delivered: Cell<bool>,
+}
+
+impl SendProgress {
+    /// The whole request was handed to the socket: the upstream may have begun to serve it.
+    pub fn is_delivered(&self) -> bool {
+        self.delivered.get()
+    }
+
+    /// Ends the sending side of the connection. The upstream sees a client that has left, while an answer that it had
+    /// already sent can still be read: whether it was served is then certain.
+    pub fn close_sending(&self) {
+        if let Some(stream) = self.stream.borrow().upgrade() {
+            stream.shutdown_write();
+        }
+    }
+
+    fn delivered(&self, stream: &Stream) {
+        self.delivered.set(true);
+        *self.stream.borrow_mut() = stream.downgrade();
+    }
+}
+
 impl Upstream {
     pub(crate) fn new(config: UpstreamConfig, counters: Arc<ShardCounters>) -> Upstream {
         let pool = Pool::new(&config, counters.clone());
@@ -74,6 +102,15 @@ impl Upstream {
     /// # Errors
     /// [`UpstreamError`]; dropping the future closes the connection.
     pub async fn send(&self, request: &UpstreamRequest<'_>) -> Result<UpstreamResponse, UpstreamError> {
+        self.send_watched(request, &SendProgress::default()).await
+    }
+
+    /// The same, and notes its progress.
+    pub async fn send_watched(
+        &self,
+        request: &UpstreamRequest<'_>,
+        progress: &SendProgress,
+    ) -> Result<UpstreamResponse, UpstreamError> {
         let mut pooled = self.0.pool.take(&request.address);
         loop {
             let connection = match pooled.take() {
@@ -84,7 +121,7 @@ impl Upstream {
                 // Boxed: the timer inside is large and aligned to cache lines, which every exchange would inherit.
                 None => Box::pin(self.connect(request.address)).await?,
             };
-            match self.exchange(connection, request).await {
+            match self.exchange(connection, request, progress).await {
                 Err(error) if error.is_stale_connection() => {}
                 outcome => return outcome,
             }
@@ -107,6 +144,7 @@ impl Upstream {
         &self,
         mut connection: Box<Connection>,
         request: &UpstreamRequest<'_>,
+        progress: &SendProgress,
     ) -> Result<UpstreamResponse, UpstreamError> {
         let failed = |connection: &Connection, kind| UpstreamError {
             kind,
@@ -115,6 +153,9 @@ impl Upstream {
         };
         connection.answered = false;
         let sent = self.write_request(&connection, request).await;
+        if sent.is_ok() {
+            progress.delivered(&connection.stream);
+        }
         if let Err(Trouble::Timeout) = sent {
             return Err(failed(&connection, UpstreamErrorKind::SendStalled));
         }

@@ -68,6 +68,28 @@ impl UpstreamResponse {
         self.connection.as_ref().is_some_and(|connection| connection.reused)
     }
 
+    /// Waits until the first byte of the body is at hand, or the body has ended. Nothing is consumed, and the head may
+    /// still be thrown away afterwards: a caller that has promised nothing to its client yet can go elsewhere.
+    pub async fn body_started(&mut self) -> Result<(), UpstreamError> {
+        let limit = self.shared.config.idle_timeout;
+        if self.framing.is_done() || self.has_buffered() {
+            return Ok(());
+        }
+        let Some(connection) = self.connection.as_mut() else { return Ok(()) };
+        match connection.fill(limit).await {
+            Ok(0) if matches!(self.framing, Framing::Close { .. }) => Ok(()),
+            Ok(0) => Err(self.failed(UpstreamErrorKind::ClosedInBody)),
+            Ok(_) => Ok(()),
+            Err(Trouble::Timeout) => Err(self.failed(UpstreamErrorKind::IdleTimeout)),
+            Err(Trouble::Broken(error)) => Err(self.failed(UpstreamErrorKind::ResetInBody(error))),
+        }
+    }
+
+    /// The body ended as its framing says, but not as its observer expects.
+    pub(crate) fn unfinished(&mut self) -> UpstreamError {
+        self.failed(UpstreamErrorKind::Unfinished)
+    }
+
     /// Reads the whole body, without its framing.
     ///
     /// # Errors

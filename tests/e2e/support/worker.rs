@@ -168,6 +168,12 @@ impl Conversation<'_> {
         Then::Close
     }
 
+    /// Waits until the router sends no more, which may still read.
+    pub fn wait_for_end_of_requests(&mut self) {
+        let mut byte = [0];
+        while matches!(self.stream.read(&mut byte), Ok(1..)) {}
+    }
+
     /// Waits until the router closes the connection, and notes when.
     pub fn wait_for_close(&mut self) -> Then {
         let mut byte = [0];

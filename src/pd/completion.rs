@@ -1,0 +1,190 @@
+//! Knows whether a stream reached its end as its engine sees it: `data: [DONE]`, or for Responses one of the
+//! closing events. Fed payload in any pieces; looks at the start of lines only, so generated text that talks
+//! about terminators is not one. Keeps a few bytes, never the stream.
+
+/// Bytes of a line that decide what it is; what comes behind is skipped.
+const LINE_START_BYTES: usize = 40;
+
+const EVENT: &[u8] = b"event:";
+const DATA: &[u8] = b"data:";
+
+/// Events after which nothing more is to come. Engines close with `completed`; the other two are how a response
+/// ends that ran into its token limit or failed, and are ends all the same.
+const CLOSING_EVENTS: [&[u8]; 3] = [b"response.completed", b"response.incomplete", b"response.failed"];
+
+/// Watches one SSE stream.
+#[derive(Clone, Debug)]
+pub struct Completion {
+    line: [u8; LINE_START_BYTES],
+    filled: usize,
+    /// The line is longer than what decides.
+    skipping: bool,
+    has_ended: bool,
+    has_failed: bool,
+    has_data: bool,
+}
+
+impl Default for Completion {
+    fn default() -> Self {
+        Self {
+            line: [0; LINE_START_BYTES],
+            filled: 0,
+            skipping: false,
+            has_ended: false,
+            has_failed: false,
+            has_data: false,
+        }
+    }
+}
+
+impl Completion {
+    /// The next piece of the payload.
+    pub fn feed(&mut self, mut payload: &[u8]) {
+        while !payload.is_empty() {
+            let end = memchr::memchr2(b'\n', b'\r', payload);
+            let piece = &payload[..end.unwrap_or(payload.len())];
+            self.collect(piece);
+            let Some(end) = end else { return };
+            self.line_end();
+            payload = &payload[end + 1..];
+        }
+    }
+
+    fn collect(&mut self, piece: &[u8]) {
+        let room = LINE_START_BYTES - self.filled;
+        let taken = piece.len().min(room);
+        self.line[self.filled..self.filled + taken].copy_from_slice(&piece[..taken]);
+        self.filled += taken;
+        self.skipping |= piece.len() > room;
+        // An error object is known from its first bytes; the rest of the line may be long.
+        self.has_failed |= taken > 0 && is_error_data(&self.line[..self.filled]);
+    }
+
+    fn line_end(&mut self) {
+        let line = &self.line[..self.filled];
+        self.has_data |= line.starts_with(DATA);
+        if !self.skipping {
+            self.has_ended |= is_terminator(line);
+            self.has_failed |= matches!(field(line, EVENT), Some(b"error" | b"response.failed"));
+        }
+        self.filled = 0;
+        self.skipping = false;
+    }
+
+    /// The engine said that it is done. A last line without its line end counts, as an engine may close there.
+    pub fn has_ended(&self) -> bool {
+        self.has_ended || (!self.skipping && is_terminator(&self.line[..self.filled]))
+    }
+
+    /// An error object came as an event, or the response was reported as failed.
+    pub fn has_failed(&self) -> bool {
+        self.has_failed
+    }
+
+    /// At least one data line came: a stream of comments alone says nothing.
+    pub fn has_data(&self) -> bool {
+        self.has_data || self.line[..self.filled].starts_with(DATA)
+    }
+}
+
+/// Field value: one space behind the colon belongs to the syntax (WHATWG HTML, server-sent events).
+fn field<'a>(line: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
+    let value = line.strip_prefix(name)?;
+    Some(value.strip_prefix(b" ").unwrap_or(value))
+}
+
+fn is_terminator(line: &[u8]) -> bool {
+    match (field(line, DATA), field(line, EVENT)) {
+        (Some(value), _) => value.trim_ascii_end() == b"[DONE]",
+        (_, Some(value)) => CLOSING_EVENTS.contains(&value.trim_ascii_end()),
+        _ => false,
+    }
+}
+
+fn is_error_data(line: &[u8]) -> bool {
+    let Some(value) = field(line, DATA) else { return false };
+    let Some(members) = value.strip_prefix(b"{") else { return false };
+    let Some(rest) = members.trim_ascii_start().strip_prefix(b"\"error\"") else { return false };
+    // `"error": null` is a member some engines always send.
+    let value = rest.trim_ascii_start().strip_prefix(b":").map(<[u8]>::trim_ascii_start);
+    value.is_some_and(|value| matches!(value.first(), Some(b'{' | b'"')))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whole, byte by byte, and cut in two at every place.
+    fn check(stream: &str, ended: bool, failed: bool, data: bool) {
+        let run = |pieces: &[&[u8]]| {
+            let mut completion = Completion::default();
+            pieces.iter().for_each(|piece| completion.feed(piece));
+            let seen = (completion.has_ended(), completion.has_failed(), completion.has_data());
+            assert_eq!(seen, (ended, failed, data), "{stream:?} in {} pieces", pieces.len());
+        };
+        let bytes = stream.as_bytes();
+        run(&[bytes]);
+        run(&bytes.chunks(1).collect::<Vec<_>>());
+        for cut in 0..bytes.len() {
+            run(&[&bytes[..cut], &bytes[cut..]]);
+        }
+    }
+
+    fn ended(stream: &str) {
+        check(stream, true, false, has_data(stream));
+    }
+
+    fn cut(stream: &str) {
+        check(stream, false, false, has_data(stream));
+    }
+
+    fn has_data(stream: &str) -> bool {
+        stream.lines().any(|line| line.starts_with("data:"))
+    }
+
+    #[test]
+    fn a_terminator_is_found_however_the_stream_is_cut() {
+        ended("data: {\"a\":1}\n\ndata: [DONE]\n\n");
+        ended("data: {\"a\":1}\r\n\r\ndata: [DONE]\r\n\r\n");
+        ended("data:[DONE]\n");
+        ended("data: [DONE]");
+        ended("data: data: [DONE\n\ndata: [DONE]\n\n");
+        ended("event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n");
+        ended("event:response.incomplete\ndata: {}\n\n");
+        ended(": ping\n\nevent: response.completed\n");
+    }
+
+    #[test]
+    fn text_about_terminators_is_no_terminator() {
+        cut("");
+        cut("data: {\"text\":\"data: [DONE]\"}\n\n");
+        cut("data: {\"text\":\"\\ndata: [DONE]\\n\"}\n\n");
+        cut("data: [DONE\n\n");
+        cut("data: [DONE]x\n\n");
+        cut("data: x[DONE]\n\n");
+        cut(" data: [DONE]\n\n");
+        cut(": data: [DONE]\n\n");
+        cut("data:  [DONE]\n\n");
+        cut("event: response.completed.not\n\n");
+        cut("id: response.completed\n\n");
+        cut(&format!("data: {}data: [DONE]\n\n", "x".repeat(100)));
+        cut(&format!("data: {{\"t\":\"{}\"}}\n\n", "y".repeat(300)));
+        check(": ping\n\n", false, false, false);
+    }
+
+    #[test]
+    fn an_error_event_is_seen() {
+        check("data: {\"error\":{\"message\":\"invalid\",\"code\":400}}\n\n", false, true, true);
+        check("data: {\"error\": \"KVTransferError\"}\n\ndata: [DONE]\n\n", true, true, true);
+        check("event: error\ndata: {}\n\n", false, true, true);
+        check("event: response.failed\ndata: {}\n\n", true, true, true);
+        check("data: {\"error\":null,\"choices\":[]}\n\ndata: [DONE]\n\n", true, false, true);
+        check("data: {\"errors\":{}}\n\n", false, false, true);
+        check("event: errors\ndata: 1\n\n", false, false, true);
+    }
+
+    #[test]
+    fn an_idle_watcher_is_small() {
+        assert!(std::mem::size_of::<Completion>() <= 64);
+    }
+}

@@ -1,0 +1,268 @@
+//! Edits of a JSON object's top-level members in the object's own bytes: what is not edited keeps its order,
+//! spelling and whitespace. The result is a list of segments that share the body, so a long prompt is never
+//! copied. Never re-serializes a value and never looks into one.
+
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+use serde::de::{DeserializeSeed, Deserializer as _, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+/// Kept pieces up to this many bytes are copied next to an insert instead of becoming a segment of their own:
+/// a segment costs more than copying this much.
+const SHORT_PIECE_BYTES: usize = 256;
+
+/// Why a body cannot be edited.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpliceError {
+    #[error("the body is not a JSON object")]
+    NotAnObject,
+    #[error("the body is not valid JSON: {0}")]
+    Invalid(String),
+}
+
+/// One change of one member.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Change {
+    /// Raw JSON; takes the place of the member, or is appended when there is none.
+    Set(String),
+    /// Raw JSON; takes the place of the member if there is one.
+    Replace(String),
+    Remove,
+}
+
+/// A list of changes; at most one per member, the last one given counts.
+#[derive(Clone, Debug, Default)]
+pub struct Edits(Vec<(&'static str, Change)>);
+
+impl Edits {
+    fn put(&mut self, key: &'static str, change: Change) -> &mut Self {
+        debug_assert!(key.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_'), "{key} needs escapes");
+        self.0.retain(|(known, _)| *known != key);
+        self.0.push((key, change));
+        self
+    }
+
+    /// The member has exactly this value afterwards, where it stood or else at the end. `value` is raw JSON.
+    pub fn set(&mut self, key: &'static str, value: impl Into<String>) -> &mut Self {
+        self.put(key, Change::Set(value.into()))
+    }
+
+    /// The same, but a body without the member stays without it.
+    pub fn replace(&mut self, key: &'static str, value: impl Into<String>) -> &mut Self {
+        self.put(key, Change::Replace(value.into()))
+    }
+
+    /// No member of this name is left, however often it was given.
+    pub fn remove(&mut self, key: &'static str) -> &mut Self {
+        self.put(key, Change::Remove)
+    }
+}
+
+/// Where one member stands in the body.
+#[derive(Debug)]
+struct Member {
+    /// The decoded key, when it was spelled with escapes.
+    escaped_key: Option<Box<str>>,
+    /// Offset of the key's opening quote.
+    start: usize,
+    value: Range<usize>,
+}
+
+/// The top-level members of one body.
+#[derive(Debug)]
+pub struct Members {
+    body: Bytes,
+    list: Vec<Member>,
+    /// Offset behind the opening brace.
+    open: usize,
+}
+
+impl Members {
+    /// Checks that `body` is one valid JSON object and notes where its members are.
+    pub fn scan(body: &Bytes) -> Result<Self, SpliceError> {
+        let open = body.iter().position(|byte| !byte.is_ascii_whitespace());
+        let Some(open) = open.filter(|at| body[*at] == b'{') else {
+            return match serde_json::from_slice::<serde::de::IgnoredAny>(body) {
+                Ok(_) => Err(SpliceError::NotAnObject),
+                Err(error) => Err(SpliceError::Invalid(error.to_string())),
+            };
+        };
+        let mut document = serde_json::Deserializer::from_slice(body);
+        let scanner = Scanner { body, open: open + 1 };
+        let list = (&mut document).deserialize_map(scanner).map_err(|error| SpliceError::Invalid(error.to_string()))?;
+        document.end().map_err(|error| SpliceError::Invalid(error.to_string()))?;
+        Ok(Self { body: body.clone(), list, open: open + 1 })
+    }
+
+    /// Raw JSON of a member's value. Of several members with one name the last counts, as for most parsers.
+    pub fn raw(&self, key: &str) -> Option<&[u8]> {
+        self.list.iter().rev().find(|member| self.key_is(member, key)).map(|member| &self.body[member.value.clone()])
+    }
+
+    /// The whole body.
+    pub fn body(&self) -> &Bytes {
+        &self.body
+    }
+
+    fn key_is(&self, member: &Member, key: &str) -> bool {
+        match &member.escaped_key {
+            Some(decoded) => **decoded == *key,
+            None => {
+                let text = &self.body[member.start + 1..];
+                text.starts_with(key.as_bytes()) && text.get(key.len()) == Some(&b'"')
+            }
+        }
+    }
+
+    /// The edited body, in order. Pieces of the body are shared, never copied, unless they are short.
+    pub fn apply(&self, edits: &Edits) -> Vec<Bytes> {
+        let mut output = Output { body: &self.body, segments: Vec::new(), kept: 0..0, insert: BytesMut::new() };
+        let mut used = vec![false; edits.0.len()];
+        let mut is_first = true;
+        output.keep(0..self.open);
+        let mut previous_end = self.open;
+        for member in &self.list {
+            // Whitespace and, but for the first member, the comma in front of it.
+            let gap = previous_end..member.start;
+            previous_end = member.value.end;
+            let edit = edits.0.iter().position(|(key, _)| self.key_is(member, key));
+            let new_value = match edit.map(|at| (at, &edits.0[at].1)) {
+                None => None,
+                Some((_, Change::Remove)) => continue,
+                // A later member of the same name would win in some parsers and lose in others: only one stays.
+                Some((at, Change::Set(_) | Change::Replace(_))) if used[at] => continue,
+                Some((at, Change::Set(value) | Change::Replace(value))) => {
+                    used[at] = true;
+                    Some(value)
+                }
+            };
+            if !(is_first && self.body[gap.clone()].contains(&b',')) {
+                output.keep(gap);
+            }
+            is_first = false;
+            match new_value {
+                None => output.keep(member.start..member.value.end),
+                Some(value) => {
+                    output.keep(member.start..member.value.start);
+                    output.insert(value.as_bytes());
+                }
+            }
+        }
+        for ((key, change), used) in edits.0.iter().zip(used) {
+            if let (Change::Set(value), false) = (change, used) {
+                output.insert(if is_first { b"\"" } else { b",\"" });
+                output.insert(key.as_bytes());
+                output.insert(b"\":");
+                output.insert(value.as_bytes());
+                is_first = false;
+            }
+        }
+        output.keep(previous_end..self.body.len());
+        output.finish()
+    }
+}
+
+/// Collects segments: a run of kept bytes, then inserted ones, and so on.
+struct Output<'a> {
+    body: &'a Bytes,
+    segments: Vec<Bytes>,
+    kept: Range<usize>,
+    insert: BytesMut,
+}
+
+impl Output<'_> {
+    fn keep(&mut self, range: Range<usize>) {
+        if range.is_empty() {
+        } else if self.insert.is_empty() && range.start == self.kept.end {
+            self.kept.end = range.end;
+        } else if range.len() <= SHORT_PIECE_BYTES {
+            self.insert.extend_from_slice(&self.body[range]);
+        } else {
+            self.flush();
+            self.kept = range;
+        }
+    }
+
+    fn insert(&mut self, bytes: &[u8]) {
+        if self.insert.is_empty() && self.kept.len() <= SHORT_PIECE_BYTES {
+            let kept = std::mem::take(&mut self.kept);
+            self.insert.extend_from_slice(&self.body[kept]);
+        }
+        self.insert.extend_from_slice(bytes);
+    }
+
+    fn flush(&mut self) {
+        let kept = std::mem::take(&mut self.kept);
+        if !kept.is_empty() {
+            self.segments.push(self.body.slice(kept));
+        }
+        if !self.insert.is_empty() {
+            self.segments.push(self.insert.split().freeze());
+        }
+    }
+
+    fn finish(mut self) -> Vec<Bytes> {
+        self.flush();
+        self.segments
+    }
+}
+
+/// Walks one object; the parser hands out each value as a slice of the body, which tells where it stands.
+struct Scanner<'a> {
+    body: &'a [u8],
+    open: usize,
+}
+
+impl<'de> Visitor<'de> for Scanner<'de> {
+    type Value = Vec<Member>;
+
+    fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut list = Vec::new();
+        let mut previous_end = self.open;
+        while let Some(escaped_key) = map.next_key_seed(Key)? {
+            let raw: &'de RawValue = map.next_value()?;
+            let value_start = raw.get().as_ptr() as usize - self.body.as_ptr() as usize;
+            // Between two members there is nothing but whitespace and a comma.
+            let start = self.body[previous_end..value_start].iter().position(|byte| *byte == b'"');
+            let start = previous_end + start.expect("a key stands between the values of an object");
+            previous_end = value_start + raw.get().len();
+            list.push(Member { escaped_key, start, value: value_start..previous_end });
+        }
+        Ok(list)
+    }
+}
+
+/// A key; decoded only when its spelling differs from its text.
+struct Key;
+
+impl<'de> DeserializeSeed<'de> for Key {
+    type Value = Option<Box<str>>;
+
+    fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Key {
+    type Value = Option<Box<str>>;
+
+    fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("a key")
+    }
+
+    fn visit_borrowed_str<E>(self, _: &'de str) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+
+    fn visit_str<E>(self, decoded: &str) -> Result<Self::Value, E> {
+        Ok(Some(decoded.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,195 @@
+//! What outlives a request: abort calls, requests that free held KV, and prefill answers that are still on their way.
+//! Each runs as a task of its own on the same shard with its own deadline; none holds a booking longer than it says.
+
+use std::cell::Cell;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Method, header};
+use infera_shards::{SendProgress, Upstream, UpstreamError, UpstreamRequest, UpstreamResponse, spawn_local, time};
+use tracing::{debug, warn};
+
+use super::direct;
+use super::shared::Shared;
+use crate::fleet::Worker;
+use crate::limits;
+
+pub(super) const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const ABORT_PATH: &str = "/abort_request";
+
+/// One request to one worker of a pair, with everything it needs, so that it can outlive the request it serves.
+pub(super) struct LegCall {
+    pub upstream: Upstream,
+    pub worker: Arc<Worker>,
+    pub address: SocketAddr,
+    pub rank: Option<u32>,
+    /// The client's request: method, path and headers are passed on, the body is not.
+    pub request: Rc<infera_shards::Request>,
+    pub request_id: Option<String>,
+    pub body: Vec<Bytes>,
+    /// The answer is read here and not relayed.
+    pub is_read_here: bool,
+    pub progress: Rc<SendProgress>,
+}
+
+impl LegCall {
+    /// Sends and waits for the head. The body is let go with the head's arrival.
+    pub async fn send(self) -> Result<UpstreamResponse, UpstreamError> {
+        let mut set: Vec<(HeaderName, HeaderValue)> = Vec::with_capacity(2);
+        set.extend(self.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank))));
+        let request_id = self.request_id.as_deref().map(HeaderValue::from_str);
+        set.extend(request_id.and_then(Result::ok).map(|value| (REQUEST_ID, value)));
+        // A client's rank belongs to one leg and has been read; names of workers are not for workers.
+        const REMOVED: [HeaderName; 4] = [DATA_PARALLEL_RANK, direct::WORKER, direct::PREFILL, header::ACCEPT_ENCODING];
+        let removed = &REMOVED[..if self.is_read_here { 4 } else { 3 }];
+        let request = UpstreamRequest {
+            address: self.address,
+            authority: &self.worker.authority,
+            method: &self.request.method,
+            path_prefix: &self.worker.base_path,
+            target: &self.request.target,
+            headers: Some(&self.request.head),
+            remove: removed,
+            set: &set,
+            body: &self.body,
+        };
+        self.upstream.send_watched(&request, &self.progress).await
+    }
+
+    /// The same, and waits for the first byte of a successful answer's body: until then it may be given up unseen.
+    pub async fn send_and_begin(self) -> Result<UpstreamResponse, UpstreamError> {
+        let mut response = self.send().await?;
+        if response.status.is_success() {
+            response.body_started().await?;
+        }
+        Ok(response)
+    }
+}
+
+/// Ends both legs of a pair when it is dropped before [`PairGuard::disarm`]: one abort call per sequence and worker.
+/// Protocols without such a call notice that their connections closed.
+pub(super) struct PairGuard {
+    shared: Arc<Shared>,
+    upstream: Upstream,
+    workers: [(Arc<Worker>, SocketAddr); 2],
+    rids: Vec<String>,
+    sent_at: Instant,
+    is_armed: bool,
+    is_complete: Rc<Cell<bool>>,
+}
+
+impl PairGuard {
+    /// `rids` is empty for a protocol without an abort call.
+    pub fn new(
+        shared: &Arc<Shared>,
+        upstream: &Upstream,
+        workers: [(Arc<Worker>, SocketAddr); 2],
+        rids: Vec<String>,
+    ) -> Self {
+        let is_armed = !rids.is_empty();
+        let (shared, upstream) = (shared.clone(), upstream.clone());
+        Self { shared, upstream, workers, rids, sent_at: Instant::now(), is_armed, is_complete: Rc::default() }
+    }
+
+    /// To be set once the decode answer is whole: a client that leaves behind it ends nothing.
+    pub fn is_complete(&self) -> Rc<Cell<bool>> {
+        self.is_complete.clone()
+    }
+
+    /// Both legs have ended well.
+    pub fn disarm(&mut self) {
+        self.is_armed = false;
+    }
+}
+
+impl Drop for PairGuard {
+    fn drop(&mut self) {
+        if !self.is_armed || self.is_complete.get() {
+            return;
+        }
+        let rids = Rc::new(std::mem::take(&mut self.rids));
+        for (worker, address) in &self.workers {
+            let (shared, upstream) = (self.shared.clone(), self.upstream.clone());
+            let (worker, address, rids, sent_at) = (worker.clone(), *address, rids.clone(), self.sent_at);
+            spawn_local(async move {
+                time::sleep_until(sent_at + limits::ABORT_AGE_MIN).await;
+                for rid in rids.iter() {
+                    let call = abort(&upstream, &worker, address, rid);
+                    let is_ok = time::timeout(limits::ABORT_DEADLINE, call).await.unwrap_or(false);
+                    shared.metrics.pairs.aborted(is_ok);
+                    debug!(worker = &*worker.id, rid, is_ok, "aborted a leg");
+                }
+            });
+        }
+    }
+}
+
+async fn abort(upstream: &Upstream, worker: &Worker, address: SocketAddr, rid: &str) -> bool {
+    let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
+    let request = UpstreamRequest {
+        address,
+        authority: &worker.authority,
+        method: &Method::POST,
+        path_prefix: &worker.base_path,
+        target: ABORT_PATH,
+        headers: None,
+        remove: &[],
+        set: &[(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))],
+        body: std::slice::from_ref(&body),
+    };
+    match upstream.send(&request).await {
+        Ok(response) => {
+            let status = response.status;
+            // Read to its end, so that the connection can be used again.
+            response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await.is_ok() && status.is_success()
+        }
+        Err(error) => {
+            debug!(worker = &*worker.id, rid, %error, "an abort call failed");
+            false
+        }
+    }
+}
+
+/// Frees KV that a prefill worker holds for a decode request that will not come: a decode request of one token, whose
+/// answer nobody reads, pulls it.
+pub(super) fn release(shared: &Arc<Shared>, call: LegCall) {
+    let shared = shared.clone();
+    spawn_local(async move {
+        let worker = call.worker.id.clone();
+        let served = async {
+            let response = call.send().await.ok()?;
+            let status = response.status;
+            response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await.ok().filter(|_| status.is_success())
+        };
+        let is_ok = time::timeout(limits::RELEASE_DEADLINE, served).await.flatten().is_some();
+        shared.metrics.pairs.aborted(is_ok);
+        if !is_ok {
+            stranded(&shared, &worker);
+        }
+    });
+}
+
+/// Nobody is left to free the KV.
+pub(super) fn stranded(shared: &Shared, worker: &str) {
+    shared.metrics.pairs.stranded_transfers_total.inc();
+    warn!(worker, "KV of a request that ended may stay on its prefill worker until that frees it by itself");
+}
+
+/// Lets a prefill answer go on after decode has ended, for at most `limit`; then the pair is aborted.
+pub(super) fn drain(prefill: impl Future<Output = bool> + 'static, mut guard: PairGuard, limit: Option<Duration>) {
+    // Decode is whole, but the prefill leg is not: it is what the guard is for now.
+    guard.is_complete = Rc::default();
+    spawn_local(async move {
+        let ended_well = match limit {
+            Some(limit) => time::timeout(limit, prefill).await.unwrap_or(false),
+            None => prefill.await,
+        };
+        if ended_well {
+            guard.disarm();
+        }
+    });
+}

@@ -1,0 +1,144 @@
+//! One request that a prefill and a decode worker share: what must be known of it, the attempts on pairs, and the hand
+//! over of KV that an attempt left behind. The legs themselves are in `legs`, the picking in `pair`.
+
+use std::rc::Rc;
+
+use infera_shards::{Request, Responder};
+use tracing::debug;
+
+use super::direct::Named;
+use super::exchange::{Route, named_model};
+use super::legs::{self, Attempt, Ending, Held, Job};
+use super::metrics::Outcome;
+use super::pair::{PairWish, PickedPair, Tried, pick_pair};
+use super::prompts;
+use super::service::RouterService;
+use crate::api::{ApiError, Endpoint};
+use crate::fleet::Fleet;
+use crate::limits;
+use crate::pd::{AttemptIds, Members, PdEndpoint, RankPins, Sequences};
+use crate::route::{self, Policy, Topology};
+use crate::worker::Role;
+
+/// The request as an endpoint that two legs can serve.
+pub(super) fn endpoint_of(endpoint: &Endpoint, request: &Request) -> Option<PdEndpoint> {
+    match endpoint {
+        Endpoint::ChatCompletions => Some(PdEndpoint::Chat),
+        Endpoint::Completions => Some(PdEndpoint::Completions),
+        Endpoint::Forward if request.method == http::Method::POST => {
+            let path = request.target.split('?').next().unwrap_or_default();
+            (path == PdEndpoint::Responses.path()).then_some(PdEndpoint::Responses)
+        }
+        _ => None,
+    }
+}
+
+/// Whether a pair serves the model. A gateway's choice of a mixed worker is one against a pair.
+pub(super) fn is_pair(fleet: &Fleet, model: &str, named: &Named) -> bool {
+    named.role(fleet) != Some(Role::Mixed)
+        && matches!(route::topology(fleet, model), Ok(Topology::Disaggregated { .. }))
+}
+
+pub(super) async fn serve(
+    service: &RouterService,
+    endpoint: PdEndpoint,
+    mut route: Route,
+    request: Request,
+    responder: &mut Responder,
+) -> Result<Outcome, ApiError> {
+    let received = request.received;
+    let bad = |error: &dyn std::fmt::Display| ApiError::BadRequest(error.to_string());
+    let members = Members::scan(&request.body).map_err(|error| bad(&error))?;
+    let pins = RankPins::of(&members, request.head.get("x-data-parallel-rank")).map_err(|error| bad(&error))?;
+    let sequences = Sequences::of(endpoint, &members);
+    if sequences.total() > limits::PAIR_SEQUENCES_MAX {
+        return Err(ApiError::BadRequest(format!(
+            "{} prompts of {} samples each are more than {} sequences",
+            sequences.prompts,
+            sequences.samples,
+            limits::PAIR_SEQUENCES_MAX
+        )));
+    }
+    hash_prompt(service, &mut route, &request).await;
+    let mut job = Some(Job { request: Rc::new(request), members, endpoint, sequences, received });
+    let mut tried = Tried::default();
+    let mut held: Option<Held> = None;
+    loop {
+        let Some(pair) = next_pair(service, &route, endpoint, pins, sequences, &tried)? else {
+            if let Some(held) = held {
+                held.is_stranded(service);
+            }
+            let reason = "every pair of the model left during the request".to_owned();
+            return Err(ApiError::NoWorker { reason });
+        };
+        let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());
+        let retries_left = (tried.attempts() as u32) < service.shared.settings.retries_max;
+        debug!(
+            prefill = &*pair.prefill.worker.id,
+            decode = &*pair.decode.worker.id,
+            protocol = %pair.peers.pair().protocol(),
+            room = ids.room(),
+            "pair"
+        );
+        let attempt = Attempt { service, pair, ids, retries_left };
+        if let Some(held) = held.take() {
+            held.release_through(&attempt);
+        }
+        match legs::run(attempt, &mut job, responder).await {
+            Ending::Answered(outcome) => return Ok(outcome),
+            Ending::Failed(error) => return Err(error),
+            Ending::Retry { role, worker, held: left } => {
+                tried.add(role, worker);
+                held = left;
+            }
+        }
+    }
+}
+
+/// Hashes for both pools at once: their engines may differ in rules and block size.
+async fn hash_prompt(service: &RouterService, route: &mut Route, request: &Request) {
+    if service.shared.settings.policy != Policy::KvAware || route.endpoint == Endpoint::Forward {
+        return;
+    }
+    let view = service.view();
+    let Ok(Topology::Disaggregated { prefill, decode }) =
+        route::topology(&view.fleet, named_model(&view.fleet, &route.model))
+    else {
+        return;
+    };
+    let both = [prefill, decode].concat();
+    route.prompts = prompts::hash(service, &route.endpoint, &view.fleet, &both, &request.body).await;
+}
+
+/// Picks and books on the newest view.
+fn next_pair(
+    service: &RouterService,
+    route: &Route,
+    endpoint: PdEndpoint,
+    pins: RankPins,
+    sequences: Sequences,
+    tried: &Tried,
+) -> Result<Option<PickedPair>, ApiError> {
+    let view = service.view();
+    let model = named_model(&view.fleet, &route.model);
+    let topology = route::topology(&view.fleet, model).map_err(|error| ApiError::from_topology(model, error))?;
+    let (Topology::Disaggregated { prefill, decode }, Some((name, _))) =
+        (topology, view.fleet.models.get_key_value(model))
+    else {
+        return Ok(None);
+    };
+    let wish = PairWish {
+        model: name,
+        prefill,
+        decode,
+        endpoint,
+        prompts: &route.prompts,
+        samples: route.samples,
+        session: route.session,
+        pins,
+        sequences,
+        named: &route.named,
+        tried,
+    };
+    pick_pair(service, &view, &wish)
+}

@@ -1,0 +1,540 @@
+//! The life of one pair's legs: both at once or prefill first, until one of them decides what the client sees. Owns
+//! the rule that nothing is promised to the client before decode's first byte, and that whatever ends a pair early ends
+//! both legs. Never picks.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Instant;
+
+use bytes::Bytes;
+use infera_shards::{Responder, SendProgress, UpstreamError, UpstreamErrorKind, UpstreamResponse, spawn_local, time};
+use tracing::{debug, warn};
+
+use super::cleanup::{self, LegCall, PairGuard};
+use super::metrics::Outcome;
+use super::pair::PickedPair;
+use super::pick::Picked;
+use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
+use super::service::RouterService;
+use super::shared::PrefillRelease;
+use crate::api::ApiError;
+use crate::limits;
+use crate::load::Booking;
+use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Protocol, Schedule, Sequences};
+use crate::worker::{Name, Role};
+
+/// One request, held until nothing can be tried again.
+pub(super) struct Job {
+    pub request: Rc<infera_shards::Request>,
+    pub members: Members,
+    pub endpoint: PdEndpoint,
+    pub sequences: Sequences,
+    pub received: Instant,
+}
+
+/// How one attempt ended.
+pub(super) enum Ending {
+    /// The client has an answer, or has left.
+    Answered(Outcome),
+    /// Nothing reached the client and no other pair is to be tried.
+    Failed(ApiError),
+    /// Nothing reached the client; another pair may serve.
+    Retry { role: Role, worker: Name, held: Option<Held> },
+}
+
+/// A failed leg, in words that name it.
+struct LegFailure {
+    role: Role,
+    worker: Name,
+    reason: String,
+    phase: &'static str,
+    is_timeout: bool,
+}
+
+impl LegFailure {
+    fn of(role: Role, worker: &Name, error: &UpstreamError) -> Self {
+        let is_timeout = matches!(
+            error.kind,
+            UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout
+        );
+        Self { role, worker: worker.clone(), reason: error.to_string(), phase: error.phase(), is_timeout }
+    }
+
+    fn into_error(self) -> ApiError {
+        let reason = format!("{} worker {} failed ({}): {}", self.role.as_str(), self.worker, self.phase, self.reason);
+        if self.is_timeout { ApiError::WorkerTimeout { reason } } else { ApiError::WorkerFailed { reason } }
+    }
+}
+
+/// How a prefill leg ended.
+enum PrefillEnd {
+    Done(Bytes),
+    /// A 4xx: the client's fault, and the client's to read.
+    Refused(UpstreamResponse),
+    Failed(LegFailure),
+}
+
+type PrefillFuture = Pin<Box<dyn Future<Output = PrefillEnd>>>;
+type DecodeFuture = Pin<Box<dyn Future<Output = Result<UpstreamResponse, UpstreamError>>>>;
+
+/// Everything of one attempt but the client.
+pub(super) struct Attempt<'a> {
+    pub service: &'a RouterService,
+    pub pair: PickedPair,
+    pub ids: AttemptIds,
+    pub retries_left: bool,
+}
+
+/// Runs one attempt. `job` is taken once nothing can be tried again, so that a long answer does not hold the prompt.
+pub(super) async fn run(attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
+    match attempt.pair.peers.pair().protocol().schedule() {
+        Schedule::Concurrent => concurrent(attempt, job, responder).await,
+        Schedule::Serial => serial(attempt, job, responder).await,
+    }
+}
+
+impl Attempt<'_> {
+    fn picked(&self, role: Role) -> &Picked {
+        if role == Role::Prefill { &self.pair.prefill } else { &self.pair.decode }
+    }
+
+    /// An answer that its worker cut frees the session; one that its client left does not.
+    fn answered(&self, answer: &Answer) {
+        if !answer.is_whole && answer.outcome == Outcome::Error {
+            self.pair.decode.failed();
+        }
+    }
+
+    /// Decode has begun to answer, which it cannot without prefill: sessions stay with both.
+    fn served(&self) {
+        self.pair.prefill.served();
+        self.pair.decode.served();
+    }
+
+    fn call(&self, role: Role, job: &Job, leg: Leg) -> LegCall {
+        let picked = self.picked(role);
+        LegCall {
+            upstream: self.service.context.upstream.clone(),
+            worker: picked.worker.clone(),
+            address: picked.address,
+            rank: picked.rank,
+            request: job.request.clone(),
+            request_id: leg.request_id,
+            body: leg.body,
+            is_read_here: role == Role::Prefill,
+            progress: Rc::default(),
+        }
+    }
+
+    /// Ends both legs unless it is disarmed.
+    fn guard(&self, sequences: Sequences) -> PairGuard {
+        let rids = match self.pair.peers.pair().protocol().has_abort_call() {
+            false => Vec::new(),
+            true => match sequences.total() {
+                1 => vec![self.ids.rid()],
+                total => (0..total).map(|at| format!("{}_{at}", self.ids.rid())).collect(),
+            },
+        };
+        let workers = [&self.pair.prefill, &self.pair.decode].map(|it| (it.worker.clone(), it.address));
+        PairGuard::new(&self.service.shared, &self.service.context.upstream, workers, rids)
+    }
+
+    /// The prefill booking, if it goes with the prefill leg instead of with the decode answer.
+    fn booking_of_the_leg(&mut self) -> Option<Booking> {
+        match self.service.shared.settings.disaggregation.prefill_release {
+            PrefillRelease::Completion => self.pair.prefill.booking.take(),
+            PrefillRelease::Decode => None,
+        }
+    }
+
+    fn may_retry(&self, failed: Role) -> bool {
+        self.retries_left && self.pair.has_another(failed)
+    }
+
+    fn failed(&self, failure: LegFailure, held: Option<Held>) -> Ending {
+        self.service.shared.metrics.pairs.leg_failed(failure.role, failure.phase);
+        self.picked(failure.role).failed();
+        if !self.may_retry(failure.role) {
+            warn!(
+                leg = failure.role.as_str(),
+                worker = &*failure.worker,
+                phase = failure.phase,
+                reason = failure.reason,
+                "a pair failed"
+            );
+            return Ending::Failed(failure.into_error());
+        }
+        warn!(
+            leg = failure.role.as_str(),
+            worker = &*failure.worker,
+            phase = failure.phase,
+            reason = failure.reason,
+            "retrying on another pair"
+        );
+        self.service.shared.metrics.retried(failure.phase);
+        Ending::Retry { role: failure.role, worker: failure.worker, held }
+    }
+
+    fn answering(&self, received: Instant, guard: Option<&PairGuard>) -> Answering {
+        Answering {
+            prefill: self.pair.prefill.handles.clone(),
+            decode: self.pair.decode.handles.clone(),
+            decode_worker: self.pair.decode.worker.id.clone(),
+            received,
+            is_complete: guard.map(PairGuard::is_complete).unwrap_or_default(),
+        }
+    }
+}
+
+/// What the first of two legs had to say.
+enum Event {
+    Prefill(PrefillEnd),
+    Decode(Result<UpstreamResponse, UpstreamError>),
+}
+
+/// Polls both, prefill first: where both have ended, the prefill's refusal explains the decode's failure. Neither
+/// future is dropped by waiting here, so nothing that was read is lost.
+async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFuture) -> Event {
+    poll_fn(|context| {
+        if let Some(leg) = prefill
+            && let Poll::Ready(end) = leg.as_mut().poll(context)
+        {
+            *prefill = None;
+            return Poll::Ready(Event::Prefill(end));
+        }
+        decode.as_mut().poll(context).map(Event::Decode)
+    })
+    .await
+}
+
+async fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> PrefillEnd {
+    let worker = call.worker.id.clone();
+    let failed = |error: &UpstreamError| PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker, error));
+    let end = match call.send().await {
+        Err(error) => failed(&error),
+        Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
+        Ok(response) if response.status.is_success() => {
+            match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
+                Ok(body) => PrefillEnd::Done(body),
+                Err(error) => failed(&error),
+            }
+        }
+        Ok(response) => {
+            let status = response.status;
+            let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
+            let reason = format!("status {}: {}", status.as_u16(), String::from_utf8_lossy(&body));
+            PrefillEnd::Failed(LegFailure { role: Role::Prefill, worker, reason, phase: "status", is_timeout: false })
+        }
+    };
+    drop(booking);
+    end
+}
+
+/// Both legs at once. The client gets decode's answer once its first byte is there; until then whichever leg fails
+/// ends the other one.
+async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
+    let Some(held_job) = job.as_ref() else { return Ending::Failed(ApiError::Internal) };
+    let received = held_job.received;
+    let pair = attempt.pair.peers.pair();
+    let prefill_leg = pd::prefill_leg(&pair, held_job.endpoint, &held_job.members, &attempt.ids);
+    let decode_leg = pd::decode_leg(&pair, held_job.endpoint, &held_job.members, &attempt.ids, None);
+    let mut guard = attempt.guard(held_job.sequences);
+    let booking = attempt.booking_of_the_leg();
+    let prefill_call = attempt.call(Role::Prefill, held_job, prefill_leg);
+    let decode_call = attempt.call(Role::Decode, held_job, decode_leg);
+    let decode_progress = decode_call.progress.clone();
+    let mut prefill: Option<PrefillFuture> = Some(Box::pin(prefill_to_its_end(prefill_call, booking)));
+    let mut decode: DecodeFuture = Box::pin(decode_call.send_and_begin());
+
+    let response = loop {
+        match next_event(&mut prefill, &mut decode).await {
+            Event::Prefill(PrefillEnd::Done(_)) => {}
+            Event::Prefill(PrefillEnd::Refused(refusal)) => {
+                drop(decode);
+                attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
+                return Ending::Answered(relay_refusal(refusal, responder).await);
+            }
+            Event::Prefill(PrefillEnd::Failed(failure)) => {
+                drop(decode);
+                return attempt.failed(failure, None);
+            }
+            Event::Decode(Ok(response)) if response.status.is_success() => break response,
+            Event::Decode(outcome) => {
+                let is_held = prefill.is_none();
+                // Dropped before the client is answered: the prefill leg is to end at once.
+                drop(prefill);
+                let held = is_held.then(|| Held::new(&attempt, job, None)).flatten();
+                return decode_failed(&attempt, outcome, held, decode_progress.is_delivered(), responder).await;
+            }
+        }
+    };
+    // No replay from here on.
+    drop(job.take());
+    attempt.served();
+    let answering = attempt.answering(received, Some(&guard));
+    let answer = relay_decode(response, responder, answering, |context| {
+        // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
+        if let Some(PrefillEnd::Failed(failure)) = poll_beside(&mut prefill, context) {
+            debug!(worker = &*failure.worker, reason = failure.reason, "a prefill leg failed behind its decode leg");
+        }
+    })
+    .await;
+    attempt.answered(&answer);
+    if answer.is_whole {
+        match prefill {
+            None => guard.disarm(),
+            Some(prefill) => {
+                let limit = attempt.service.shared.settings.disaggregation.prefill_drain_timeout;
+                cleanup::drain(async move { matches!(prefill.await, PrefillEnd::Done(_)) }, guard, limit);
+            }
+        }
+    }
+    Ending::Answered(answer.outcome)
+}
+
+/// Decode failed before its first byte, or refused. `held`: KV that waits on the prefill worker.
+async fn decode_failed(
+    attempt: &Attempt<'_>,
+    outcome: Result<UpstreamResponse, UpstreamError>,
+    held: Option<Held>,
+    is_delivered: bool,
+    responder: &mut Responder,
+) -> Ending {
+    let worker = &attempt.pair.decode.worker.id;
+    let may_retry = attempt.may_retry(Role::Decode);
+    if matches!(&outcome, Ok(response) if response.status.is_server_error()) {
+        attempt.pair.decode.failed();
+    }
+    match outcome {
+        Ok(response) if response.status.is_server_error() && may_retry => {
+            debug!(worker = &**worker, status = response.status.as_u16(), "retrying on another pair");
+            attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
+            attempt.service.shared.metrics.retried("status");
+            Ending::Retry { role: Role::Decode, worker: worker.clone(), held }
+        }
+        // Decode's own words reach the client, whatever its status.
+        Ok(response) => {
+            attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
+            let outcome = relay_refusal(response, responder).await;
+            // It answers, so it may well take the short request that frees the KV.
+            if let Some(held) = held {
+                held.release_through(attempt);
+            }
+            Ending::Answered(outcome)
+        }
+        Err(error) => {
+            // An engine that had the request frees its KV when the connection breaks.
+            let held = held.filter(|_| !is_delivered);
+            if let (Some(_), false) = (&held, may_retry) {
+                cleanup::stranded(&attempt.service.shared, &attempt.pair.prefill.worker.id);
+            }
+            attempt.failed(LegFailure::of(Role::Decode, worker, &error), held)
+        }
+    }
+}
+
+/// KV on a prefill worker whose decode request did not come through: what is needed to free it.
+pub(super) struct Held {
+    request: Rc<infera_shards::Request>,
+    leg: Leg,
+    protocol: Protocol,
+    prefill_worker: Name,
+}
+
+impl Held {
+    /// Nothing for a protocol whose legs are ended by abort calls.
+    fn new(attempt: &Attempt<'_>, job: &Option<Job>, handoff: Option<&Handoff>) -> Option<Self> {
+        let pair = attempt.pair.peers.pair();
+        let job = job.as_ref().filter(|_| !pair.protocol().has_abort_call())?;
+        Some(Self {
+            request: job.request.clone(),
+            leg: pd::release_leg(&pair, job.endpoint, &job.members, &attempt.ids, handoff),
+            protocol: pair.protocol(),
+            prefill_worker: attempt.pair.prefill.worker.id.clone(),
+        })
+    }
+
+    /// Sends the short request through the attempt's decode worker.
+    pub fn release_through(self, attempt: &Attempt<'_>) {
+        let shared = &attempt.service.shared;
+        if attempt.pair.peers.pair().protocol() != self.protocol {
+            return cleanup::stranded(shared, &self.prefill_worker);
+        }
+        let picked = &attempt.pair.decode;
+        cleanup::release(
+            shared,
+            LegCall {
+                upstream: attempt.service.context.upstream.clone(),
+                worker: picked.worker.clone(),
+                address: picked.address,
+                rank: picked.rank,
+                request: self.request,
+                request_id: self.leg.request_id,
+                body: self.leg.body,
+                is_read_here: true,
+                progress: Rc::default(),
+            },
+        );
+    }
+
+    pub fn is_stranded(self, service: &RouterService) {
+        cleanup::stranded(&service.shared, &self.prefill_worker);
+    }
+}
+
+/// A serial prefill leg under way, or KV that it left. Dropped with the request it ends the leg in a way that tells
+/// whether KV was left, and frees that.
+struct SerialPrefill {
+    future: Option<PrefillFuture>,
+    progress: Rc<SendProgress>,
+    on_drop: Option<Box<dyn FnOnce(Option<PrefillFuture>)>>,
+}
+
+impl SerialPrefill {
+    async fn end(&mut self) -> PrefillEnd {
+        let end = poll_fn(|context| match &mut self.future {
+            Some(future) => future.as_mut().poll(context),
+            None => Poll::Pending,
+        })
+        .await;
+        self.future = None;
+        end
+    }
+
+    fn disarm(&mut self) {
+        self.on_drop = None;
+    }
+}
+
+impl Drop for SerialPrefill {
+    fn drop(&mut self) {
+        let Some(on_drop) = self.on_drop.take() else { return };
+        // An undelivered request dies with its connection. A delivered one is told that its client left; an answer
+        // that was already on its way is still read.
+        let future = self.future.take().filter(|_| self.progress.is_delivered());
+        if future.is_some() {
+            self.progress.close_sending();
+        }
+        on_drop(future);
+    }
+}
+
+/// Prefill first; its answer says where decode finds the KV.
+async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
+    let Some(held_job) = job.as_ref() else { return Ending::Failed(ApiError::Internal) };
+    let received = held_job.received;
+    let leg = pd::prefill_leg(&attempt.pair.peers.pair(), held_job.endpoint, &held_job.members, &attempt.ids);
+    let booking = attempt.booking_of_the_leg();
+    let call = attempt.call(Role::Prefill, held_job, leg);
+    let mut prefill = SerialPrefill {
+        progress: call.progress.clone(),
+        future: Some(Box::pin(prefill_to_its_end(call, booking))),
+        on_drop: Some(free_what_an_abandoned_prefill_left(&attempt, held_job)),
+    };
+    let answer = match prefill.end().await {
+        PrefillEnd::Done(answer) => answer,
+        PrefillEnd::Refused(refusal) => {
+            prefill.disarm();
+            attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
+            return Ending::Answered(relay_refusal(refusal, responder).await);
+        }
+        PrefillEnd::Failed(failure) => {
+            prefill.disarm();
+            return attempt.failed(failure, None);
+        }
+    };
+    let protocol = attempt.pair.peers.pair().protocol();
+    let handoff = match Handoff::of(protocol, &answer) {
+        Ok(handoff) => handoff,
+        Err(error) => {
+            prefill.disarm();
+            let worker = attempt.pair.prefill.worker.id.clone();
+            let reason = error.to_string();
+            return attempt
+                .failed(LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false }, None);
+        }
+    };
+    if handoff.is_none() {
+        attempt.service.shared.metrics.pairs.prefills_without_handoff_total.inc();
+        prefill.disarm();
+    }
+    let held = Held::new(&attempt, job, handoff.as_ref()).filter(|_| handoff.is_some());
+    let leg = pd::decode_leg(
+        &attempt.pair.peers.pair(),
+        held_job.endpoint,
+        &held_job.members,
+        &attempt.ids,
+        handoff.as_ref(),
+    );
+    let call = attempt.call(Role::Decode, held_job, leg);
+    let mut waiting = HeldWhileSending { held, attempt: &attempt, progress: call.progress.clone() };
+    prefill.disarm();
+    let outcome = call.send_and_begin().await;
+    let (held, is_delivered) = (waiting.held.take(), waiting.progress.is_delivered());
+    drop(waiting);
+    match outcome {
+        Ok(response) if response.status.is_success() => {
+            drop((held, job.take()));
+            attempt.served();
+            let answer = relay_decode(response, responder, attempt.answering(received, None), |_| ()).await;
+            attempt.answered(&answer);
+            Ending::Answered(answer.outcome)
+        }
+        outcome => decode_failed(&attempt, outcome, held, is_delivered, responder).await,
+    }
+}
+
+/// KV between the legs: a client that leaves before the decode request was delivered leaves it to nobody.
+struct HeldWhileSending<'a> {
+    held: Option<Held>,
+    attempt: &'a Attempt<'a>,
+    progress: Rc<SendProgress>,
+}
+
+impl Drop for HeldWhileSending<'_> {
+    fn drop(&mut self) {
+        if let Some(held) = self.held.take()
+            && !self.progress.is_delivered()
+        {
+            held.release_through(self.attempt);
+        }
+    }
+}
+
+/// For a client that leaves during the prefill leg: reads an answer that is already on its way, and frees the KV that
+/// it names through the decode worker.
+fn free_what_an_abandoned_prefill_left(attempt: &Attempt<'_>, job: &Job) -> Box<dyn FnOnce(Option<PrefillFuture>)> {
+    let service = attempt.service;
+    let (shared, upstream) = (service.shared.clone(), service.context.upstream.clone());
+    let (ids, endpoint, request) = (attempt.ids.clone(), job.endpoint, job.request.clone());
+    let pair = attempt.pair.peers.clone();
+    let decode = (attempt.pair.decode.worker.clone(), attempt.pair.decode.address, attempt.pair.decode.rank);
+    Box::new(move |future| {
+        let Some(future) = future else { return };
+        spawn_local(async move {
+            let ended = time::timeout(limits::ABORT_DEADLINE, future).await;
+            let Some(PrefillEnd::Done(answer)) = ended else { return };
+            let pair = pair.pair();
+            let Ok(Some(handoff)) = Handoff::of(pair.protocol(), &answer) else { return };
+            let Ok(members) = Members::scan(&request.body) else { return };
+            let leg = pd::release_leg(&pair, endpoint, &members, &ids, Some(&handoff));
+            let (worker, address, rank) = decode;
+            cleanup::release(
+                &shared,
+                LegCall {
+                    upstream,
+                    worker,
+                    address,
+                    rank,
+                    request,
+                    request_id: leg.request_id,
+                    body: leg.body,
+                    is_read_here: true,
+                    progress: Rc::default(),
+                },
+            );
+        });
+    })
+}

@@ -1,0 +1,229 @@
+//! Picking the two workers of one attempt: only workers whose protocol has a partner, prefill first (its cache is what
+//! counts), then decode among those that speak the same protocol. Picks and bookings are one step, between two awaits.
+
+use std::rc::Rc;
+
+use super::direct::{self, Named};
+use super::peers::KnownPeer;
+use super::pick::{Picked, Wish, pick};
+use super::prompts::Prompts;
+use super::service::RouterService;
+use super::steering::SessionName;
+use crate::api::ApiError;
+use crate::fleet::Target;
+use crate::index::View;
+use crate::limits;
+use crate::pd::{Pair, PdEndpoint, Peer, Pin, Protocol, RankPins, Sequences};
+use crate::worker::{Name, Role};
+
+/// What a pair is for.
+pub(super) struct PairWish<'a> {
+    pub model: &'a Name,
+    pub prefill: &'a [u32],
+    pub decode: &'a [u32],
+    pub endpoint: PdEndpoint,
+    pub prompts: &'a Prompts,
+    /// Samples that the request asks for.
+    pub samples: u32,
+    pub session: Option<SessionName>,
+    pub pins: RankPins,
+    pub sequences: Sequences,
+    pub named: &'a Named,
+    pub tried: &'a Tried,
+}
+
+/// Workers that failed this request, by the leg they failed in.
+#[derive(Default)]
+pub(super) struct Tried {
+    pub prefill: Vec<Name>,
+    pub decode: Vec<Name>,
+}
+
+impl Tried {
+    pub fn attempts(&self) -> usize {
+        self.prefill.len() + self.decode.len()
+    }
+
+    pub fn add(&mut self, role: Role, worker: Name) {
+        self.of_mut(role).push(worker);
+    }
+
+    fn of_mut(&mut self, role: Role) -> &mut Vec<Name> {
+        if role == Role::Prefill { &mut self.prefill } else { &mut self.decode }
+    }
+
+    fn of(&self, role: Role) -> &[Name] {
+        if role == Role::Prefill { &self.prefill } else { &self.decode }
+    }
+}
+
+/// Two booked workers.
+pub(super) struct PickedPair {
+    pub prefill: Picked,
+    pub decode: Picked,
+    pub peers: PairPeers,
+    another_prefill: bool,
+    another_decode: bool,
+}
+
+/// What the protocols must know of two workers; outlives their bookings.
+#[derive(Clone)]
+pub(super) struct PairPeers {
+    prefill: Rc<Peer>,
+    decode: Rc<Peer>,
+    prefill_rank: Option<u32>,
+}
+
+impl PairPeers {
+    pub fn pair(&self) -> Pair<'_> {
+        Pair { prefill: &self.prefill, decode: &self.decode, prefill_rank: self.prefill_rank }
+    }
+}
+
+impl PickedPair {
+    /// Whether another pair would be left if this leg's worker failed.
+    pub fn has_another(&self, failed: Role) -> bool {
+        if failed == Role::Prefill { self.another_prefill } else { self.another_decode }
+    }
+}
+
+/// One target that may take part.
+struct Member {
+    index: u32,
+    peer: Rc<Peer>,
+}
+
+/// Nothing when every pair has been tried.
+pub(super) fn pick_pair(
+    service: &RouterService,
+    view: &View,
+    wish: &PairWish<'_>,
+) -> Result<Option<PickedPair>, ApiError> {
+    let (prefill, prefill_faults) = members(service, view, wish, Role::Prefill)?;
+    let (decode, decode_faults) = members(service, view, wish, Role::Decode)?;
+    let speaks = |side: &[Member], protocol: Protocol| side.iter().any(|member| member.peer.protocol == protocol);
+    let paired: Vec<u32> =
+        prefill.iter().filter(|it| speaks(&decode, it.peer.protocol)).map(|member| member.index).collect();
+    if paired.is_empty() {
+        return match wish.tried.attempts() {
+            0 => Err(incompatible(view, wish, (&prefill[..], prefill_faults), (&decode[..], decode_faults))),
+            _ => Ok(None),
+        };
+    }
+    let Some(picked_prefill) = pick_of(service, view, wish, Role::Prefill, &paired) else { return Ok(None) };
+    let fleet = &view.fleet;
+    let worker = |index: u32| &fleet.targets[index as usize].worker.id;
+    let peer_of = |side: &[Member], picked: &Picked| {
+        side.iter().find(|it| *worker(it.index) == picked.worker.id).map(|member| member.peer.clone())
+    };
+    let Some(prefill_peer) = peer_of(&prefill, &picked_prefill) else { return Ok(None) };
+    let protocol = prefill_peer.protocol;
+    let partners: Vec<u32> =
+        decode.iter().filter(|it| it.peer.protocol == protocol).map(|member| member.index).collect();
+    let Some(picked_decode) = pick_of(service, view, wish, Role::Decode, &partners) else { return Ok(None) };
+    let Some(decode_peer) = peer_of(&decode, &picked_decode) else { return Ok(None) };
+    let another_prefill = paired.iter().any(|index| *worker(*index) != picked_prefill.worker.id);
+    let another_decode =
+        decode.iter().any(|it| *worker(it.index) != picked_decode.worker.id && speaks(&prefill, it.peer.protocol));
+    Ok(Some(PickedPair {
+        peers: PairPeers { prefill: prefill_peer, decode: decode_peer, prefill_rank: picked_prefill.rank },
+        prefill: picked_prefill,
+        decode: picked_decode,
+        another_prefill,
+        another_decode,
+    }))
+}
+
+fn pick_of(service: &RouterService, view: &View, wish: &PairWish<'_>, role: Role, pool: &[u32]) -> Option<Picked> {
+    let PairWish { model, prompts, samples, session, .. } = *wish;
+    let wish = Wish { model, role, pool, prompts, samples, session, tried: &[], by_load: false };
+    pick(service, view, &wish)
+}
+
+/// The untried targets of one pool that fit the request, and what is wrong with the others.
+fn members(
+    service: &RouterService,
+    view: &View,
+    wish: &PairWish<'_>,
+    role: Role,
+) -> Result<(Vec<Member>, Vec<String>), ApiError> {
+    let fleet = &view.fleet;
+    let (pool, pin) = match role {
+        Role::Prefill => (wish.prefill, wish.pins.prefill),
+        _ => (wish.decode, wish.pins.decode),
+    };
+    let narrowed = match wish.named.of_role(role) {
+        Some(id) => Some(direct::narrowed(fleet, pool, id, wish.model)?),
+        None => None,
+    };
+    let pool = narrowed.as_deref().unwrap_or(pool);
+    check_pin(view, pool, pin, role)?;
+    let tried = wish.tried.of(role);
+    let (mut members, mut faults): (Vec<Member>, Vec<String>) = Default::default();
+    for index in pool.iter().copied() {
+        let target = &fleet.targets[index as usize];
+        let worker = &target.worker;
+        match service.peers.of(worker) {
+            _ if tried.contains(&worker.id) || !has_rank(target, pin) => {}
+            Err(fault) => faults.push(format!("{} {fault}", worker.id)),
+            Ok(peer) if !peer.protocol.serves(wish.endpoint) => {
+                faults.push(format!(
+                    "{} speaks {}, which does not serve {}",
+                    worker.id,
+                    peer.protocol,
+                    wish.endpoint.path()
+                ));
+            }
+            Ok(peer) if wish.sequences.prompts > 1 && !peer.protocol.names_each_prompt() => {
+                faults.push(format!("{} speaks {}, which takes one prompt per request", worker.id, peer.protocol));
+            }
+            Ok(peer) => members.push(Member { index, peer }),
+        }
+    }
+    Ok((members, faults))
+}
+
+fn check_pin(view: &View, pool: &[u32], pin: Option<Pin>, role: Role) -> Result<(), ApiError> {
+    if pin.is_none() {
+        return Ok(());
+    }
+    let ranks = pool.iter().map(|index| view.fleet.targets[*index as usize].worker.record.dp_size.unwrap_or(1)).max();
+    RankPins::check(pin, role.as_str(), ranks.unwrap_or(1).max(1))
+        .map_err(|error| ApiError::BadRequest(error.to_string()))
+}
+
+/// A pinned rank is one of a rank-multiplexed worker's, the one that a worker is dedicated to, or 0 of a plain worker.
+fn has_rank(target: &Target, pin: Option<Pin>) -> bool {
+    let Some(Pin { rank, .. }) = pin else { return true };
+    target.rank.or(target.worker.record.dp_rank).unwrap_or(0) == rank
+}
+
+fn incompatible(
+    view: &View,
+    wish: &PairWish<'_>,
+    prefill: (&[Member], Vec<String>),
+    decode: (&[Member], Vec<String>),
+) -> ApiError {
+    let side = |(members, mut faults): (&[Member], Vec<String>)| {
+        let spoken =
+            |it: &Member| format!("{} speaks {}", view.fleet.targets[it.index as usize].worker.id, it.peer.protocol);
+        let mut all: Vec<String> = members.iter().map(spoken).collect();
+        all.append(&mut faults);
+        all.dedup();
+        let hidden = all.len().saturating_sub(limits::NAMED_WORKERS_MAX);
+        all.truncate(limits::NAMED_WORKERS_MAX);
+        match (all.is_empty(), hidden) {
+            (true, _) => "none fits".to_owned(),
+            (_, 0) => all.join(", "),
+            _ => format!("{} and {hidden} more", all.join(", ")),
+        }
+    };
+    let message = format!(
+        "model={:?} has no prefill and decode workers that can share {}; prefill: {}; decode: {}",
+        &**wish.model,
+        wish.endpoint.path(),
+        side(prefill),
+        side(decode)
+    );
+    ApiError::NotBuilt(message)
+}

@@ -1,0 +1,161 @@
+//! Passing one leg's answer of a pair to the client. Decides whether a stream was whole and counts what it carried;
+//! never decides what happens to the legs.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use http::{HeaderName, HeaderValue, StatusCode};
+use infera_shards::{BodyObserver, IgnoreBody, Relay, RelayOutcome, Responder, UpstreamResponse};
+use tracing::warn;
+
+use super::metrics::Outcome;
+use super::observe::AnswerObserver;
+use super::service::Handles;
+use crate::api::{self, ApiError};
+use crate::pd::Completion;
+use crate::worker::Name;
+
+const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+
+/// Who answers, and whose figures the answer belongs to.
+pub(super) struct Answering {
+    pub prefill: Handles,
+    pub decode: Handles,
+    pub decode_worker: Name,
+    pub received: Instant,
+    /// Set as soon as the answer is known to be whole, also when the client leaves right behind it.
+    pub is_complete: Rc<Cell<bool>>,
+}
+
+/// How an answer went.
+pub(super) struct Answer {
+    pub outcome: Outcome,
+    /// The engine said all it had to say.
+    pub is_whole: bool,
+}
+
+/// Watches a decode answer; a stream is whole only with its terminator.
+struct PairObserver {
+    answer: AnswerObserver,
+    completion: Option<Completion>,
+    is_complete: Rc<Cell<bool>>,
+}
+
+impl BodyObserver for PairObserver {
+    fn data(&mut self, payload: &[u8]) {
+        self.answer.data(payload);
+        if let Some(completion) = &mut self.completion {
+            completion.feed(payload);
+            if completion.has_ended() {
+                self.is_complete.set(true);
+            }
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.completion.as_ref().is_none_or(Completion::has_ended)
+    }
+}
+
+/// Relays a successful decode answer. `beside` is polled along with it: the other leg goes on meanwhile.
+pub(super) async fn relay_decode(
+    response: UpstreamResponse,
+    responder: &mut Responder,
+    answering: Answering,
+    mut beside: impl FnMut(&mut Context<'_>),
+) -> Answer {
+    let status = response.status;
+    let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
+    let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
+    let worker = &answering.decode_worker;
+    let cut_notice = is_stream.then(api::stream_error_event);
+    let mut observer = PairObserver {
+        answer: AnswerObserver::new(),
+        completion: is_stream.then(Completion::default),
+        is_complete: answering.is_complete.clone(),
+    };
+    let relay =
+        Relay { set: if is_stream { &unbuffered } else { &[] }, remove: &[], observer: &mut observer, cut_notice };
+    let outcome = {
+        let mut relaying = pin!(responder.relay(response, relay));
+        poll_fn(|context| {
+            let outcome = relaying.as_mut().poll(context);
+            if outcome.is_pending() {
+                beside(context);
+            }
+            outcome
+        })
+        .await
+    };
+    let failed = observer.completion.as_ref().is_some_and(Completion::has_failed);
+    match outcome {
+        RelayOutcome::Complete if failed => {
+            warn!(worker = &**worker, "a decode worker reported an error inside its stream");
+            Answer { outcome: Outcome::Error, is_whole: true }
+        }
+        RelayOutcome::Complete => {
+            if status == StatusCode::OK {
+                count(&answering, &observer.answer);
+            }
+            Answer { outcome: Outcome::from(status), is_whole: true }
+        }
+        RelayOutcome::UpstreamFailed(error) => {
+            warn!(worker = &**worker, phase = error.phase(), %error, "an answer was cut by its decode worker");
+            answer_if_possible(responder, format!("decode worker {worker} failed ({}): {error}", error.phase())).await;
+            Answer { outcome: Outcome::Error, is_whole: false }
+        }
+        RelayOutcome::ClientGone => Answer { outcome: Outcome::StreamFailed, is_whole: answering.is_complete.get() },
+    }
+}
+
+/// Passes on an answer that ends the request as it is: a leg's refusal, in its own words.
+pub(super) async fn relay_refusal(response: UpstreamResponse, responder: &mut Responder) -> Outcome {
+    let status = response.status;
+    let relay = Relay { set: &[], remove: &[], observer: &mut IgnoreBody, cut_notice: None };
+    match responder.relay(response, relay).await {
+        RelayOutcome::Complete => Outcome::from(status),
+        RelayOutcome::UpstreamFailed(error) => {
+            answer_if_possible(responder, format!("a worker failed inside its refusal: {error}")).await;
+            Outcome::Error
+        }
+        RelayOutcome::ClientGone => Outcome::StreamFailed,
+    }
+}
+
+async fn answer_if_possible(responder: &mut Responder, reason: String) {
+    if !responder.started() {
+        // A client that has left needs no answer.
+        let _ = responder.send(ApiError::WorkerFailed { reason }.into_response()).await;
+    }
+}
+
+/// Time to first token and prompt tokens belong to the prefill worker, the generated ones to the decode worker.
+fn count(answering: &Answering, answer: &AnswerObserver) {
+    if let Some(first_byte) = answer.first_byte() {
+        answering.prefill.ttft.observe(first_byte.duration_since(answering.received).as_secs_f64());
+    }
+    // A count of 0 means that the worker did not tell.
+    let Some(usage) = answer.usage() else { return };
+    if usage.prompt_tokens > 0 {
+        answering.prefill.prompt_tokens.inc_by(usage.prompt_tokens);
+        answering.prefill.input_tokens.observe(usage.prompt_tokens as f64);
+    }
+    if usage.completion_tokens > 0 {
+        answering.decode.generation_tokens.inc_by(usage.completion_tokens);
+        answering.decode.output_tokens.observe(usage.completion_tokens as f64);
+    }
+}
+
+/// Polls a future that is stored beside the relay; forgets it once it has ended.
+pub(super) fn poll_beside<T>(
+    future: &mut Option<std::pin::Pin<Box<dyn Future<Output = T>>>>,
+    context: &mut Context<'_>,
+) -> Option<T> {
+    let Poll::Ready(value) = future.as_mut()?.as_mut().poll(context) else { return None };
+    *future = None;
+    Some(value)
+}
