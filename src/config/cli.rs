@@ -38,9 +38,9 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub routing: RoutingArgs,
     #[command(flatten)]
-    pub steering: super::steering::SteeringArgs,
-    #[command(flatten)]
     pub disaggregation: DisaggregationArgs,
+    #[command(flatten)]
+    pub steering: super::steering::SteeringArgs,
     #[command(flatten)]
     pub upstream: UpstreamArgs,
     #[command(flatten)]

@@ -69,8 +69,8 @@ pub struct Config {
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
     pub request_retries_max: u32,
-    pub steering: SteeringSettings,
     pub disaggregation: DisaggregationSettings,
+    pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
     /// At least 1.
     pub shards: usize,

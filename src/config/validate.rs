@@ -84,8 +84,8 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let listen = listen(&arguments.listen, &mut problems);
     let discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
-    let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
+    let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
     let io_driver = problems.choice(
@@ -127,8 +127,8 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         chat_template_kwargs: routing.chat_template_kwargs,
         encoder_threads: routing.encoder_threads,
         request_retries_max: routing.request_retries_max,
-        steering,
         disaggregation,
+        steering,
         upstream,
         shards,
         shard_cpus,

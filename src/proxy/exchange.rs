@@ -92,6 +92,8 @@ pub(super) struct Route {
     pub session: Option<SessionName>,
     /// Workers that a gateway has chosen.
     pub named: Named,
+    pub samples: u32,
+    pub session: Option<SessionName>,
     pub prompts: Prompts,
 }
 
@@ -107,11 +109,11 @@ enum Served {
 /// gone with this future: there is no replay once the answer goes to the client.
 async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request) -> Result<Served, ApiError> {
     let (model, samples) = requested(&endpoint, &request)?;
-    let mode = service.shared.settings.disaggregation.mode;
-    let named = Named::of(mode, &request.head, &service.view().fleet)?;
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
-    let mut route = Route { endpoint, model, samples, session, named, prompts: Prompts::default() };
+    let mode = service.shared.settings.disaggregation.mode;
+    let named = Named::of(mode, &request.head, &service.view().fleet)?;
+    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::default() };
     if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint, &request) {
         let view = service.view();
         if disaggregated::is_pair(&view.fleet, named_model(&view.fleet, &route.model), &route.named) {

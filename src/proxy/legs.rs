@@ -16,7 +16,7 @@ use super::cleanup::{self, LegCall, PairGuard};
 use super::metrics::Outcome;
 use super::pair::PickedPair;
 use super::pick::Picked;
-use super::relay::{Answering, poll_beside, relay_decode, relay_refusal};
+use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
 use crate::api::ApiError;
@@ -96,6 +96,23 @@ pub(super) async fn run(attempt: Attempt<'_>, job: &mut Option<Job>, responder: 
 }
 
 impl Attempt<'_> {
+    fn picked(&self, role: Role) -> &Picked {
+        if role == Role::Prefill { &self.pair.prefill } else { &self.pair.decode }
+    }
+
+    /// An answer that its worker cut frees the session; one that its client left does not.
+    fn answered(&self, answer: &Answer) {
+        if !answer.is_whole && answer.outcome == Outcome::Error {
+            self.pair.decode.failed();
+        }
+    }
+
+    /// Decode has begun to answer, which it cannot without prefill: sessions stay with both.
+    fn served(&self) {
+        self.pair.prefill.served();
+        self.pair.decode.served();
+    }
+
     fn call(&self, role: Role, job: &Job, leg: Leg) -> LegCall {
         let picked = self.picked(role);
         LegCall {
@@ -269,6 +286,7 @@ async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: 
     };
     // No replay from here on.
     drop(job.take());
+    attempt.served();
     let answering = attempt.answering(received, Some(&guard));
     let answer = relay_decode(response, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
@@ -277,7 +295,7 @@ async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: 
         }
     })
     .await;
-    attempt.ended(answer.is_whole);
+    attempt.answered(&answer);
     if answer.is_whole {
         match prefill {
             None => guard.disarm(),
@@ -300,6 +318,9 @@ async fn decode_failed(
 ) -> Ending {
     let worker = &attempt.pair.decode.worker.id;
     let may_retry = attempt.may_retry(Role::Decode);
+    if matches!(&outcome, Ok(response) if response.status.is_server_error()) {
+        attempt.pair.decode.failed();
+    }
     match outcome {
         Ok(response) if response.status.is_server_error() && may_retry => {
             debug!(worker = &**worker, status = response.status.as_u16(), "retrying on another pair");
@@ -472,8 +493,9 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
     match outcome {
         Ok(response) if response.status.is_success() => {
             drop((held, job.take()));
+            attempt.served();
             let answer = relay_decode(response, responder, attempt.answering(received, None), |_| ()).await;
-            attempt.ended(answer.is_whole);
+            attempt.answered(&answer);
             Ending::Answered(answer.outcome)
         }
         outcome => decode_failed(&attempt, outcome, held, is_delivered, responder).await,

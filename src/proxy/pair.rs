@@ -22,6 +22,7 @@ pub(super) struct PairWish<'a> {
     pub decode: &'a [u32],
     pub endpoint: PdEndpoint,
     pub prompts: &'a Prompts,
+    /// Samples that the request asks for.
     pub samples: u32,
     pub session: Option<SessionName>,
     pub pins: RankPins,
@@ -133,16 +134,8 @@ pub(super) fn pick_pair(
 }
 
 fn pick_of(service: &RouterService, view: &View, wish: &PairWish<'_>, role: Role, pool: &[u32]) -> Option<Picked> {
-    let wish = Wish {
-        model: wish.model,
-        role,
-        pool,
-        prompts: wish.prompts,
-        samples: wish.samples,
-        session: wish.session,
-        tried: &[],
-        by_load: false,
-    };
+    let PairWish { model, prompts, samples, session, .. } = *wish;
+    let wish = Wish { model, role, pool, prompts, samples, session, tried: &[], by_load: false };
     pick(service, view, &wish)
 }
 

@@ -1,5 +1,6 @@
 //! Owns the subcommands' flags and the choice between them.
 
+mod decode_spread;
 mod demo;
 mod engine;
 mod run;
@@ -20,6 +21,8 @@ struct Arguments {
 enum Command {
     /// Show what KV-aware routing saves: real router, simulated engines, one workload under two policies.
     Demo(demo::DemoArguments),
+    /// Measure how evenly a router fills decode engines: prefill/decode pairs, mixed prompt lengths, demand off and on.
+    DecodeSpread(decode_spread::SpreadArguments),
     /// Run simulated engines until interrupted.
     Engine(engine::EngineArguments),
     /// Send a workload to a router or an engine and report latencies.
@@ -31,6 +34,7 @@ pub fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let outcome = match Arguments::parse().command {
         Command::Demo(arguments) => demo::run(arguments),
+        Command::DecodeSpread(arguments) => decode_spread::run(arguments),
         Command::Engine(arguments) => engine::run(arguments),
         Command::Run(arguments) => run::run(arguments),
     };

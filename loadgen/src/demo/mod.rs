@@ -2,6 +2,7 @@
 //! router's view and load agree with the engines'. Never decides how results look (see [`report`], [`plot`]).
 
 pub mod check;
+pub mod decode_spread;
 pub mod pair;
 pub mod plot;
 pub mod report;
