@@ -88,8 +88,6 @@ pub(super) struct Route {
     pub endpoint: Endpoint,
     /// As the client wrote it; empty for none.
     pub model: String,
-    pub samples: u32,
-    pub session: Option<SessionName>,
     /// Workers that a gateway has chosen.
     pub named: Named,
     pub samples: u32,

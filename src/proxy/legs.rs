@@ -149,20 +149,6 @@ impl Attempt<'_> {
         }
     }
 
-    fn picked(&self, role: Role) -> &Picked {
-        if role == Role::Prefill { &self.pair.prefill } else { &self.pair.decode }
-    }
-
-    /// Sessions stay with workers that served them to the end.
-    fn ended(&self, is_whole: bool) {
-        if is_whole {
-            self.pair.prefill.served();
-            self.pair.decode.served();
-        } else {
-            self.pair.decode.failed();
-        }
-    }
-
     fn may_retry(&self, failed: Role) -> bool {
         self.retries_left && self.pair.has_another(failed)
     }
@@ -326,13 +312,11 @@ async fn decode_failed(
             debug!(worker = &**worker, status = response.status.as_u16(), "retrying on another pair");
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
             attempt.service.shared.metrics.retried("status");
-            attempt.pair.decode.failed();
             Ending::Retry { role: Role::Decode, worker: worker.clone(), held }
         }
         // Decode's own words reach the client, whatever its status.
         Ok(response) => {
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
-            attempt.pair.decode.failed();
             let outcome = relay_refusal(response, responder).await;
             // It answers, so it may well take the short request that frees the KV.
             if let Some(held) = held {
