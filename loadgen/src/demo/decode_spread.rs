@@ -175,8 +175,8 @@ fn one(
     block_on(router.wait_ready(&mut process, engines.len(), START_TIMEOUT))??;
 
     let decode = &engines[config.prefill_engines..];
+    let under_way = AtomicBool::new(true);
     let (samples, long, short) = thread::scope(|scope| -> Result<(Samples, RunResult, RunResult)> {
-        let under_way = AtomicBool::new(true);
         let sampler = scope.spawn(|| Samples::take(decode, config, &under_way));
         let sides = [(config.long, 1), (config.short, 2)].map(|(side, stream)| {
             let run = config.run_config(side, stream, &url);
