@@ -58,6 +58,10 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let fleet_updates = ingest.fleet_updates.clone();
     let discovery = Discovery::start(config.discovery.clone(), move |workers| fleet_updates.send(workers))?;
 
+    let warm = prompter.clone();
+    let warm_up = move || warm.iter().for_each(|prompter| prompter.warm_up());
+    let encoders = EncoderPool::start_warm(config.encoder_thread_count(), warm_up)?;
+
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
     let engine_stats = Arc::new(std::sync::OnceLock::new());
@@ -67,7 +71,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         ingest.stats.clone(),
         Box::new(discovery.status_reader()),
         engine_stats.clone(),
-    );
+    )
+    .with_prompter(prompter.clone());
     let admin = Admin::start(AdminState { view: ingest.view.clone(), policy: config.policy, page })?;
     let shared = Arc::new(Shared {
         settings: Settings {
@@ -79,7 +84,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         view: ingest.view.clone(),
         ledger: ingest.ledger.clone(),
         prompter,
-        encoders: EncoderPool::start(config.encoder_thread_count())?,
+        encoders,
         metrics,
         control: admin.control_plane(),
         lifecycle: lifecycle.clone(),

@@ -214,3 +214,34 @@ fn an_attempt_stops_at_its_bound_of_new_text() {
     let ids = prompter.tokens(Endpoint::Chat, EngineRules::Vllm, turn(23).as_bytes()).unwrap().ids;
     assert_eq!(*second[0].hashes, prompt_blocks(&ids, 16));
 }
+
+/// CPU time of this thread, nanoseconds.
+fn thread_cpu_ns() -> u64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    text.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+/// Texts without a place to split cost about in proportion to their length: four times the text takes less than twelve
+/// times the time (a quadratic encoder would take sixteen times as long and more).
+#[test]
+fn texts_without_a_split_point_stay_about_linear() {
+    let Some(directory) = directory("qwen3") else { return };
+    let options = PrompterOptions { cache_bytes: 0, ..PrompterOptions::default() };
+    let prompter = Prompter::load(&directory, options).unwrap();
+    prompter.warm_up();
+    let cost_ns = |part: &str, bytes: usize| {
+        let body = json!({"prompt": part.repeat(bytes / part.len())}).to_string();
+        let run = || {
+            let start = thread_cpu_ns();
+            prompter.tokens(Endpoint::Completions, EngineRules::Vllm, body.as_bytes()).unwrap();
+            thread_cpu_ns() - start
+        };
+        (0..3).map(|_| run()).min().unwrap()
+    };
+    for part in ["_", "a", " ", "\n", "😀", "ab", "สวัสดี", "你好", "QUJDREVGR0g0", "1234567890", "=-=-", "A1b2"]
+    {
+        let (short, long) = (cost_ns(part, 100_000), cost_ns(part, 400_000));
+        // Below 2 ms the clock's steps and the caches decide.
+        assert!(long < 12 * short.max(2_000_000), "{part:?}: {short} ns for 100 kB, {long} ns for 400 kB");
+    }
+}

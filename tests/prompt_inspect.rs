@@ -2,6 +2,8 @@
 //!
 //! Needs the tokenizers of `tests/setup/fetch_tokenizers.sh`; says which did not run without them.
 
+#![allow(clippy::unwrap_used)]
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

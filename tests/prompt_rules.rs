@@ -283,6 +283,21 @@ fn a_model_whose_template_does_not_compile_still_loads() {
 }
 
 #[test]
+fn models_that_engines_render_by_code_are_refused() {
+    let directory = TempDir::new().unwrap();
+    write_model(directory.path(), true, json!({"chat_template": "{{ messages[0].content }}", "bos_token": "<s>"}));
+    let body = br#"{"messages":[{"role":"user","content":"u"}]}"#;
+    for (architecture, expected) in [("DeepseekV4ForCausalLM", "unsupported"), ("Qwen3ForCausalLM", "")] {
+        let config = json!({"architectures": [architecture]}).to_string();
+        std::fs::write(directory.path().join("config.json"), config).unwrap();
+        let prompter = Prompter::load(directory.path(), PrompterOptions::default()).unwrap();
+        let refused = prompter.tokens(Endpoint::Chat, Vllm, body).err();
+        assert_eq!(refused.as_ref().map_or("", NoBlocks::reason), expected, "{architecture}");
+        assert!(prompter.tokens(Endpoint::Completions, Vllm, br#"{"prompt":"h"}"#).is_ok());
+    }
+}
+
+#[test]
 fn named_templates_are_chosen_as_transformers_does() {
     let config = json!({"chat_template": [
         {"name": "default", "template": "default"}, {"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "rag"}]});

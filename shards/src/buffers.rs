@@ -1,14 +1,14 @@
 //! Byte buffers of one shard, in two sizes. It owns two LIFO pools per thread and never hands a buffer to
 //! another thread by itself.
 //!
-//! A stream *waits* with a small buffer: the read that is posted while nothing happens pins only 1 KiB, which
+//! A stream *waits* with a small buffer: the read that is posted while nothing happens pins only 768 bytes, which
 //! still takes a whole event of the usual kind. A read that fills it is continued at once with a large one, so
 //! bursts are moved in 16 KiB pieces. Nothing has to be cancelled to get from one to the other.
 
 use std::cell::RefCell;
 
 /// Capacity of a waiting buffer, bytes.
-pub(crate) const SMALL_BYTES: usize = 1 << 10;
+pub(crate) const SMALL_BYTES: usize = 768;
 /// Capacity of a working buffer, bytes. 4 KiB halves the coalescing in bursts, more brings nothing.
 pub(crate) const LARGE_BYTES: usize = 16 << 10;
 /// A buffer that grew beyond this is freed, not kept.
@@ -48,6 +48,11 @@ pub(crate) fn give(mut buffer: Vec<u8>) {
             pool.push(buffer);
         }
     });
+}
+
+/// Frees all kept buffers.
+pub(crate) fn clear() {
+    POOLS.with_borrow_mut(|pools| *pools = Pools { small: Vec::new(), large: Vec::new() });
 }
 
 #[cfg(test)]

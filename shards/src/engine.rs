@@ -22,6 +22,7 @@ use crate::net::{self, Listener, listener};
 use crate::service::{Rejection, RejectionKind, Service, ShardContext};
 use crate::shard::{self, Shard};
 use crate::stats::{ShardCounters, ShardStats};
+use crate::trim::Trim;
 use crate::upstream::Upstream;
 
 /// Pause after a failed accept, so that a process out of descriptors does not spin.
@@ -213,7 +214,7 @@ fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, s
         clock::set_period(period);
         let context = ShardContext { shard: index, upstream: upstream.clone(), mailbox: mailbox.clone() };
         let service = Rc::new(make_service(context));
-        shard::spawn_local(accept(listener, shard.clone(), service));
+        shard::spawn_watchful(accept(listener, shard.clone(), service));
         let _ = started.send(Ok(report));
         // A channel without senders tells `start` that a shard died without a report.
         drop(started);
@@ -248,15 +249,17 @@ async fn main_loop(
     period: Duration,
 ) {
     let mut tick = pin!(net::sleep(period));
+    let mut trim = Trim::default();
     loop {
         let mut next = pin!(receiver.recv());
         let first = std::future::poll_fn(|cx| {
-            if tick.as_mut().poll(cx).is_ready() {
+            // Until a poll leaves the timer armed. On a loaded machine a short period can pass between making a timer
+            // and its first poll; taken as armed then, it would never wake this task again and all timeouts would stop.
+            while tick.as_mut().poll(cx).is_ready() {
                 clock::sweep();
                 upstream.reap();
+                trim.sweep(&shard.counters);
                 tick.set(net::sleep(period));
-                // The first poll arms the timer; it cannot be due yet.
-                let _ = tick.as_mut().poll(cx);
             }
             next.as_mut().poll(cx)
         })
@@ -327,7 +330,7 @@ async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>
 fn admit<S: Service>(stream: net::Stream, peer: SocketAddr, shard: &Rc<Shard>, service: &Rc<S>) {
     shard.counters.connections_accepted.add(1);
     if shard.counters.connections_open.get() < shard.limits.connections_max as u64 {
-        shard::spawn_local(connection::serve(shard.clone(), service.clone(), stream, peer));
+        shard::spawn_watchful(connection::serve(shard.clone(), service.clone(), stream, peer));
         return;
     }
     shard.counters.rejections.add(1);

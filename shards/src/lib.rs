@@ -22,6 +22,7 @@ mod service;
 mod shard;
 mod stats;
 pub mod time;
+mod trim;
 mod upstream;
 
 pub use config::{DriverChoice, EngineConfig, Limits, UpstreamConfig};

@@ -1,7 +1,7 @@
-//! The only unsafe code of the crate: shared access to a runtime stream, and its descriptor as a borrowed one.
-//! It never does IO of its own and is used by `net` alone.
+//! The only unsafe code of the crate: shared access to a runtime stream, its descriptor as a borrowed one, and the
+//! allocator's release call. It never does IO of its own.
 //!
-//! Why it is needed: one task reads from a client (to see it leave) while it writes to it. The runtime's stream
+//! Why shared access is needed: one task reads from a client (to see it leave) while it writes to it. The runtime's stream
 //! takes `&mut self` for both and its split halves offer no readiness wait and shut the socket down on drop.
 
 use std::cell::UnsafeCell;
@@ -57,5 +57,15 @@ impl SharedStream {
         // SAFETY: the stream owns the descriptor and lives at least as long as `self`; `as_raw_fd` only copies a
         // number out, and no exclusive reference exists outside the calls above.
         unsafe { BorrowedFd::borrow_raw((*self.0.get()).as_raw_fd()) }
+    }
+}
+
+/// Hands the calling thread's free memory back to the kernel. mimalloc does so by itself only while it is called, so a
+/// thread that falls quiet after a peak would keep the peak. Does nothing without the feature `mimalloc`.
+pub(crate) fn release_free_memory() {
+    #[cfg(feature = "mimalloc")]
+    // SAFETY: the function takes no pointer and may be called at any time from any thread.
+    unsafe {
+        libmimalloc_sys::mi_collect(true);
     }
 }

@@ -79,16 +79,24 @@ pub(crate) fn report_panic(panic: &(dyn Any + Send), what: &'static str) {
 /// # Panics
 /// When called outside of a shard's thread.
 pub fn spawn_local(future: impl Future<Output = ()> + 'static) {
+    spawn(future, Some(Slot::new()));
+}
+
+/// As [`spawn_local`], for a task that sees the shard's end by itself.
+pub(crate) fn spawn_watchful(future: impl Future<Output = ()> + 'static) {
+    spawn(future, None);
+}
+
+fn spawn(future: impl Future<Output = ()> + 'static, slot: Option<Slot>) {
     let alive = Alive::new();
-    let slot = Slot::new();
     // Boxed here: moved into the block below and pinned there, it would be stored twice in every task.
     let mut future = Box::pin(future);
     crate::net::spawn(async move {
         let _alive = alive;
         let caught = std::future::poll_fn(|cx| match poll_caught(future.as_mut(), cx) {
             Poll::Ready(outcome) => Poll::Ready(outcome),
-            Poll::Pending => match slot.poll_fired(cx) {
-                Poll::Ready(Fired::Stopped) => Poll::Ready(Ok(())),
+            Poll::Pending => match slot.as_ref().map(|slot| slot.poll_fired(cx)) {
+                Some(Poll::Ready(Fired::Stopped)) => Poll::Ready(Ok(())),
                 _ => Poll::Pending,
             },
         })

@@ -60,7 +60,6 @@ impl Config {
         let options =
             PrompterOptions { chat_template_kwargs: self.chat_template_kwargs.clone(), ..PrompterOptions::default() };
         let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;
-        tracing::info!(path = %path.display(), encoder = prompter.encoder_name(), "tokenizer loaded");
         Ok(Some(Arc::new(prompter)))
     }
 

@@ -60,7 +60,24 @@ pub(super) fn families(page: &MetricsPage) -> Result<Vec<MetricFamily>, Error> {
     index(&scrape, page, &view)?;
     discovery(&scrape, page)?;
     engine(&scrape, page)?;
+    prompts(&scrape, page)?;
     Ok(scrape.0.gather())
+}
+
+fn prompts(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
+    let Some(prompter) = &page.prompter else { return Ok(()) };
+    let stats = prompter.stats();
+    for (name, help, value) in [
+        ("found_total", "Prompts of which a beginning was known.", stats.prefixes_found),
+        ("missed_total", "Prompts of which no beginning was known.", stats.prefixes_missed),
+        ("tokens_reused_total", "Prompt tokens that were not encoded again.", stats.tokens_reused),
+        ("tokens_encoded_total", "Prompt tokens that were encoded.", stats.tokens_encoded),
+        ("evictions_total", "Entries that made room.", stats.cache_evictions),
+    ] {
+        scrape.counter(&format!("infera_router_prompt_cache_{name}"), help, value)?;
+    }
+    scrape.gauge("infera_router_prompt_cache_bytes", "Bytes held by the prefix cache.", stats.cache_bytes as u64)?;
+    scrape.gauge("infera_router_prompt_cache_entries", "Entries of the prefix cache.", stats.cache_entries as u64)
 }
 
 fn fleet(scrape: &Scrape, page: &MetricsPage, view: &View) -> Result<(), Error> {

@@ -12,6 +12,7 @@ use prometheus::{Encoder, TextEncoder};
 use crate::discovery::Status;
 use crate::index::SharedView;
 use crate::ingest::IngestStats;
+use crate::prompt::Prompter;
 use crate::proxy::RequestMetrics;
 
 /// Reads discovery's state at the moment of the scrape.
@@ -24,6 +25,7 @@ pub struct MetricsPage {
     ingest: Arc<IngestStats>,
     discovery: StatusReader,
     engine: Arc<OnceLock<Weak<Engine>>>,
+    prompter: Option<Arc<Prompter>>,
     started: Instant,
 }
 
@@ -35,7 +37,13 @@ impl MetricsPage {
         discovery: StatusReader,
         engine: Arc<OnceLock<Weak<Engine>>>,
     ) -> Self {
-        Self { requests, view, ingest, discovery, engine, started: Instant::now() }
+        Self { requests, view, ingest, discovery, engine, prompter: None, started: Instant::now() }
+    }
+
+    /// Shows the prompt side's counters too.
+    pub fn with_prompter(mut self, prompter: Option<Arc<Prompter>>) -> Self {
+        self.prompter = prompter;
+        self
     }
 
     /// Prometheus text format 0.0.4.

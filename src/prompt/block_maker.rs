@@ -8,7 +8,7 @@ use super::cache::{Extension, Prefix, PrefixCache};
 use super::encoder::Encoder;
 use super::flights::Flights;
 use super::segments::{Piece, Splitter};
-use super::{NoBlocks, PromptBlocks, PromptStats};
+use super::{NoBlocks, PromptBlocks, PromptStats, spare};
 
 /// Pieces from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
 const LONG_PIECE_BYTES: usize = 8 << 10;
@@ -149,6 +149,7 @@ impl BlockMaker {
             self.encode_piece(&text.text, index, piece, &mut works)?;
         }
         let suffix = text.suffix.as_ref().map(|suffix| self.encoder.encode(suffix)).transpose()?;
+        spare::give(text.text.into_bytes());
         let finished = works.into_iter().map(|mut work| {
             if let Some(cache) = &self.cache {
                 cache.keep(&mut work.extension);

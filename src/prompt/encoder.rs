@@ -45,19 +45,33 @@ struct Ends {
 }
 
 impl Encoder {
-    /// Loads tokenizer.json, already parsed as `json`, and checks the fast implementation against the reference.
-    pub fn load(files: &ModelFiles, json: Value, choice: EncoderChoice) -> anyhow::Result<Self> {
-        let path = &files.tokenizer;
-        let mut reference = Tokenizer::from_file(path)
-            .map_err(anyhow::Error::from_boxed)
-            .with_context(|| format!("loading {}", path.display()))?;
-        // Limits of a training set-up, not of serving: both engines turn them off.
-        reference.with_truncation(None).map_err(anyhow::Error::from_boxed)?.with_padding(None);
-        let ends = ends(&reference, files)?;
-        let texts = self_check::texts(&json);
-        let implementation = match choice {
-            EncoderChoice::Reference => Implementation::Reference(Box::new(reference)),
-            EncoderChoice::Checked => checked(reference, json, &texts, path),
+    /// Loads tokenizer.json and checks the fast implementation against the reference.
+    ///
+    /// The reference is loaded, asked and dropped on a thread of its own, so that its memory goes with that thread.
+    pub fn load(files: &ModelFiles, choice: EncoderChoice) -> anyhow::Result<Self> {
+        let (ends, answers) = on_own_thread(|| {
+            let reference = reference(&files.tokenizer)?;
+            let texts = self_check::texts(&read_json(&files.tokenizer)?);
+            let answer = |text: String| anyhow::Ok((reference_ids(&reference, &text)?, text));
+            let answers = texts.into_iter().map(answer).collect::<anyhow::Result<Vec<_>>>()?;
+            Ok((ends(&reference, files)?, answers))
+        })?;
+        let fast = match choice {
+            EncoderChoice::Reference => None,
+            EncoderChoice::Checked => match on_own_thread(|| fast(&files.tokenizer, &answers)) {
+                Ok(fast) => Some(fast),
+                Err(error) => {
+                    tracing::warn!(
+                        tokenizer = %files.tokenizer.display(), %error,
+                        "the fast encoder is not used for this model; long new prompts take about 50 times as long to encode"
+                    );
+                    None
+                }
+            },
+        };
+        let implementation = match fast {
+            Some(fast) => Implementation::Fast(Box::new(fast)),
+            None => Implementation::Reference(Box::new(reference(&files.tokenizer)?)),
         };
         Ok(Self { implementation, ends })
     }
@@ -93,31 +107,39 @@ fn fast_ids(tokenizer: &fastokens::Tokenizer, text: &str) -> Result<Vec<u32>, No
     tokenizer.encode_with_special_tokens(text, false).map_err(|_| NoBlocks::EncodeFailed)
 }
 
-/// The fast implementation if it loads and agrees on every text, else the reference; says which and why.
-fn checked(reference: Tokenizer, json: Value, texts: &[String], path: &Path) -> Implementation {
-    match agreeing(&reference, json, texts) {
-        Ok(fast) => Implementation::Fast(Box::new(fast)),
-        Err(error) => {
-            tracing::warn!(
-                tokenizer = %path.display(), %error,
-                "the fast encoder is not used for this model; long new prompts take about 50 times as long to encode"
-            );
-            Implementation::Reference(Box::new(reference))
-        }
-    }
+fn reference(path: &Path) -> anyhow::Result<Tokenizer> {
+    let mut tokenizer = Tokenizer::from_file(path)
+        .map_err(anyhow::Error::from_boxed)
+        .with_context(|| format!("loading {}", path.display()))?;
+    // Limits of a training set-up, not of serving: both engines turn them off.
+    tokenizer.with_truncation(None).map_err(anyhow::Error::from_boxed)?.with_padding(None);
+    Ok(tokenizer)
 }
 
-fn agreeing(reference: &Tokenizer, json: Value, texts: &[String]) -> anyhow::Result<fastokens::Tokenizer> {
+/// tokenizer.json as a tree; a large one, to be dropped soon.
+pub fn read_json(path: &Path) -> anyhow::Result<Value> {
+    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    serde_json::from_slice(&bytes).with_context(|| format!("reading {}", path.display()))
+}
+
+/// The fast implementation, if it loads the model and gives the reference's answer to every text.
+fn fast(path: &Path, answers: &[(Vec<u32>, String)]) -> anyhow::Result<fastokens::Tokenizer> {
     without_own_threads();
-    let mut fast = fastokens::Tokenizer::from_json(json).map_err(|error| anyhow!("{error}"))?;
+    let mut fast = fastokens::Tokenizer::from_json(read_json(path)?).map_err(|error| anyhow!("{error}"))?;
     fast.set_truncation(None);
     fast.set_padding(None);
-    for text in texts {
-        let expected = reference_ids(reference, text)?;
-        let found = fast_ids(&fast, text)?;
-        anyhow::ensure!(found == expected, "it encodes {text:?} otherwise than the reference");
+    for (expected, text) in answers {
+        anyhow::ensure!(fast_ids(&fast, text)? == *expected, "it encodes {text:?} otherwise than the reference");
     }
     Ok(fast)
+}
+
+/// Runs loading work on a thread that ends with it; a panic of a loader is an error like any other.
+pub fn on_own_thread<T: Send>(work: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("model-load".into()).spawn_scoped(scope, work)?;
+        thread.join().unwrap_or_else(|_| Err(anyhow!("the loader panicked")))
+    })
 }
 
 /// The fast implementation spreads long texts over threads of its own, as many as the calling thread may use when

@@ -16,11 +16,13 @@ const REASONING_MEMBERS: [&str; 3] = ["reasoning_content", "thinking", "reasonin
 /// Put behind the last message's text to find where the rendering must be cut.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
-/// Renders a conversation; `special_tokens` are (variable name, text) pairs such as `bos_token`.
+/// Renders a conversation; `special_tokens` are (variable name, text) pairs such as `bos_token`, `bytes_hint` is
+/// about how long the text will be.
 pub fn render(
     template: &ChatTemplate,
     special_tokens: &[(String, String)],
     mut conversation: Conversation<'_>,
+    bytes_hint: usize,
 ) -> Result<String, NoBlocks> {
     for message in &mut conversation.messages {
         message.0.retain(|(_, value)| !value.is_null());
@@ -30,9 +32,9 @@ pub fn render(
         true => Some(mark_open_message(template, conversation.messages.last_mut())?),
         false => None,
     };
-    let mut text = template.render(variables(special_tokens, &conversation, false));
+    let mut text = template.render(variables(special_tokens, &conversation, false), bytes_hint);
     if text.is_err() && conversation.retry_with_flat_tools && conversation.tools.is_some() {
-        text = template.render(variables(special_tokens, &conversation, true));
+        text = template.render(variables(special_tokens, &conversation, true), bytes_hint);
     }
     match open_text {
         None => text,

@@ -23,6 +23,7 @@ mod request;
 mod segments;
 mod self_check;
 mod sglang;
+mod spare;
 mod template;
 #[cfg(test)]
 mod template_tests;

@@ -24,6 +24,8 @@ pub struct ModelFiles {
     pub special_tokens: Vec<(String, String)>,
     /// `add_bos_token` and `add_eos_token` where the config states either: they replace the tokenizer's own rule.
     pub adds: Option<AddedEnds>,
+    /// First entry of config.json's `architectures`.
+    pub architecture: Option<String>,
 }
 
 /// Whether BOS and EOS go around plain text.
@@ -41,6 +43,8 @@ impl ModelFiles {
         let tokenizer = if is_directory { path.join("tokenizer.json") } else { path.to_owned() };
         let config = json_object(&directory.join("tokenizer_config.json"))?.unwrap_or_default();
         let map = json_object(&directory.join("special_tokens_map.json"))?.unwrap_or_default();
+        let model = json_object(&directory.join("config.json"))?.unwrap_or_default();
+        let architectures = model.get("architectures").and_then(|list| list.get(0));
         let flag = |name: &str| config.get(name).and_then(Value::as_bool);
         let adds = match (flag("add_bos_token"), flag("add_eos_token")) {
             (None, None) => None,
@@ -57,6 +61,7 @@ impl ModelFiles {
                 })
                 .collect(),
             adds,
+            architecture: architectures.and_then(Value::as_str).map(str::to_owned),
         })
     }
 

@@ -21,16 +21,29 @@ pub struct EncoderPool {
 impl EncoderPool {
     /// Starts `threads` threads (at least one) over a queue of `ENCODER_QUEUE_JOBS` jobs for each.
     pub fn start(threads: usize) -> std::io::Result<Self> {
-        let threads = threads.max(1);
-        Self::start_with_queue(threads, threads * ENCODER_QUEUE_JOBS)
+        Self::start_warm(threads, || ())
     }
 
-    fn start_with_queue(threads: usize, queue_jobs: usize) -> std::io::Result<Self> {
+    /// The same; `warm_up` runs on each thread before its first job.
+    pub fn start_warm(threads: usize, warm_up: impl Fn() + Clone + Send + 'static) -> std::io::Result<Self> {
+        let threads = threads.max(1);
+        Self::start_with_queue(threads, threads * ENCODER_QUEUE_JOBS, warm_up)
+    }
+
+    fn start_with_queue(
+        threads: usize,
+        queue_jobs: usize,
+        warm_up: impl Fn() + Clone + Send + 'static,
+    ) -> std::io::Result<Self> {
         let (sender, receiver) = bounded::<Job>(queue_jobs);
         let threads = (0..threads)
             .map(|index| {
-                let receiver = receiver.clone();
-                std::thread::Builder::new().name(format!("encoder-{index}")).spawn(move || run(&receiver))
+                let (receiver, warm_up) = (receiver.clone(), warm_up.clone());
+                let thread = std::thread::Builder::new().name(format!("encoder-{index}"));
+                thread.spawn(move || {
+                    warm_up();
+                    run(&receiver);
+                })
             })
             .collect::<Result<_, _>>()?;
         Ok(Self { queue: Some(sender), threads })
@@ -93,8 +106,22 @@ mod tests {
     }
 
     #[test]
+    fn every_thread_warms_up_before_its_first_job() {
+        use std::cell::Cell;
+        thread_local!(static WARM: Cell<bool> = const { Cell::new(false) });
+        let pool = EncoderPool::start_warm(3, || WARM.set(true)).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        for _ in 0..30 {
+            let sender = sender.clone();
+            assert!(pool.submit(move || sender.send(WARM.get()).unwrap()));
+        }
+        drop((pool, sender));
+        assert_eq!(receiver.iter().collect::<Vec<_>>(), [true; 30]);
+    }
+
+    #[test]
     fn a_full_queue_refuses_and_drops_the_job() {
-        let pool = EncoderPool::start_with_queue(1, 2).unwrap();
+        let pool = EncoderPool::start_with_queue(1, 2, || ()).unwrap();
         let (release, wait) = mpsc::channel::<()>();
         let (started, running) = mpsc::channel::<()>();
         assert!(pool.submit(move || {

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use crate::limits::PROMPT_CACHE_BYTES;
 
 use super::block_maker::{BlockMaker, Pending, Text};
-use super::encoder::{Encoder, EncoderChoice};
+use super::encoder::{Encoder, EncoderChoice, on_own_thread, read_json};
 use super::model_files::ModelFiles;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
@@ -14,6 +14,11 @@ use super::template::ChatTemplate;
 use super::tree::Tree;
 use super::variant::Variant;
 use super::{Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, PromptStats, hugging_face, sglang, vllm};
+
+/// Parts of the names of architectures whose engines build chat prompts in code (both engines, by their sources).
+const RENDERED_BY_CODE: [&str; 3] = ["DeepseekV32", "DeepseekV4", "KimiK3"];
+
+const WARM_UP_TEXT: &str = "Warm-up: the quick brown fox, 123 + 4.5, naïve 你好 😀\n\tfn main() {}";
 
 /// How a prompter is to behave; the defaults are those of the command line.
 #[derive(Clone, Debug)]
@@ -76,6 +81,8 @@ pub struct Prompter {
     maker: BlockMaker,
     templates: Vec<(String, Result<ChatTemplate, String>)>,
     special_tokens: Vec<(String, String)>,
+    /// The engines render this model's chats by code of their own, not by a template.
+    is_rendered_by_code: bool,
     /// Of `options.chat_template_kwargs`: what workers that say nothing of their own are taken to render.
     fleet_variant: Variant,
     options: PrompterOptions,
@@ -86,9 +93,8 @@ impl Prompter {
     /// here does not fail the load: it is logged once, and chat requests are routed without prefix credit.
     pub fn load(path: &Path, options: PrompterOptions) -> anyhow::Result<Self> {
         let files = ModelFiles::read(path)?;
-        let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&files.tokenizer)?)?;
-        let splitter = Splitter::of_tokenizer(&json);
-        let encoder = Encoder::load(&files, json, options.encoder)?;
+        let splitter = on_own_thread(|| Ok(Splitter::of_tokenizer(&read_json(&files.tokenizer)?)))?;
+        let encoder = Encoder::load(&files, options.encoder)?;
         let maker = BlockMaker::new(encoder, splitter, options.cache_bytes);
         tracing::info!(
             tokenizer = %files.tokenizer.display(),
@@ -108,8 +114,20 @@ impl Prompter {
             }
             (name, compiled)
         });
+        let architecture = files.architecture.as_deref().unwrap_or_default();
+        let is_rendered_by_code = RENDERED_BY_CODE.iter().any(|name| architecture.contains(name));
+        if is_rendered_by_code {
+            tracing::warn!(architecture, "chats of this model are not rendered here; they are routed by load");
+        }
         let fleet_variant = Variant::of(&options.chat_template_kwargs)?;
-        Ok(Self { maker, fleet_variant, templates: templates.collect(), special_tokens: files.special_tokens, options })
+        Ok(Self {
+            maker,
+            is_rendered_by_code,
+            fleet_variant,
+            templates: templates.collect(),
+            special_tokens: files.special_tokens,
+            options,
+        })
     }
 
     /// Text and token ids of a body, without the prefix cache.
@@ -183,6 +201,13 @@ impl Prompter {
         self.maker.finish(pending.0)
     }
 
+    /// Makes the encoder build what it keeps for each thread; the first text of a thread takes some 20 ms more without
+    /// it. To be called on every thread that encodes, before it serves.
+    pub fn warm_up(&self) {
+        // A failure here is a failure of every prompt, and is counted there.
+        let _ = self.maker.encoder.encode(WARM_UP_TEXT);
+    }
+
     /// Counters for metrics.
     pub fn stats(&self) -> PromptStats {
         self.maker.stats()
@@ -209,13 +234,22 @@ impl Prompter {
             return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
         }
         match endpoint {
-            Endpoint::Chat => self.chat(engine, variant, body),
+            Endpoint::Chat => self.chat(engine, variant, body, text.len()),
             Endpoint::Completions => self.completion(engine, body),
         }
         .map(Rendered::Text)
     }
 
-    fn chat(&self, engine: EngineRules, variant: &Variant, mut body: Body<'_>) -> Result<Text, NoBlocks> {
+    fn chat(
+        &self,
+        engine: EngineRules,
+        variant: &Variant,
+        mut body: Body<'_>,
+        body_bytes: usize,
+    ) -> Result<Text, NoBlocks> {
+        if self.is_rendered_by_code {
+            return Err(NoBlocks::Unsupported("a model whose chats are rendered by code"));
+        }
         let with_ends = engine == EngineRules::Vllm && boolean(body.add_special_tokens.as_ref(), false)?;
         let own_template = match body.chat_template.take() {
             Some(Tree::Text(source)) if self.options.allow_request_chat_template => {
@@ -236,7 +270,7 @@ impl Prompter {
         let conversation = self.conversation(engine, variant, body, template)?;
         // Encoded by itself behind the rendering, as the engine does it.
         let suffix = conversation.suffix.as_ref().map(|suffix| suffix.to_string());
-        let text = hugging_face::render(template, &self.special_tokens, conversation)?;
+        let text = hugging_face::render(template, &self.special_tokens, conversation, body_bytes)?;
         Ok(Text { text, with_ends, suffix })
     }
 

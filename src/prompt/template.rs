@@ -10,7 +10,7 @@ use minijinja::{Environment, Error, ErrorKind};
 
 use super::content_form::{self, ContentForm};
 use super::environment::{Refused, environment};
-use super::{EngineRules, NoBlocks};
+use super::{EngineRules, NoBlocks, spare};
 use crate::limits::RENDERED_BYTES_MAX;
 
 const NAME: &str = "chat_template";
@@ -42,14 +42,35 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// Renders over a map of variables.
-    pub fn render(&self, variables: Value) -> Result<String, NoBlocks> {
-        let text = self
-            .environment
-            .get_template(NAME)
-            .and_then(|template| template.render(variables))
-            .map_err(|error| refusal(&error))?;
-        if text.len() > RENDERED_BYTES_MAX { Err(NoBlocks::TooLong) } else { Ok(text) }
+    /// Renders over a map of variables; `bytes_hint` is about how long the text will be.
+    pub fn render(&self, variables: Value, bytes_hint: usize) -> Result<String, NoBlocks> {
+        let template = self.environment.get_template(NAME).map_err(|error| refusal(&error))?;
+        let mut output = Bounded(spare::take(bytes_hint.min(RENDERED_BYTES_MAX)));
+        match template.render_captured_to(variables, &mut output) {
+            // The engine writes whole strings, so this cannot fail; if it did, the text could not be encoded.
+            Ok(_) => String::from_utf8(output.0).map_err(|_| NoBlocks::EncodeFailed),
+            Err(error) => {
+                spare::give(output.0);
+                Err(refusal(&error))
+            }
+        }
+    }
+}
+
+/// Output that refuses to grow beyond the bound on rendered text.
+struct Bounded(Vec<u8>);
+
+impl std::io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > RENDERED_BYTES_MAX {
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -60,6 +81,10 @@ fn refusal(error: &Error) -> NoBlocks {
             return NoBlocks::TemplateRefused(text.clone());
         }
         if error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::OutOfFuel) {
+            return NoBlocks::TooLong;
+        }
+        let too_long = |error: &std::io::Error| error.kind() == std::io::ErrorKind::FileTooLarge;
+        if error.downcast_ref::<std::io::Error>().is_some_and(too_long) {
             return NoBlocks::TooLong;
         }
         cause = error.source();

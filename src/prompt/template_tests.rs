@@ -28,7 +28,7 @@ fn templates_print_what_python_prints() {
         let case: serde_json::Value = serde_json::from_str(line).unwrap();
         let template = case["template"].as_str().unwrap();
         let rendered = match ChatTemplate::compile(template, clock()) {
-            Ok(compiled) => compiled.render(context.clone()),
+            Ok(compiled) => compiled.render(context.clone(), 100),
             Err(error) => Err(NoBlocks::TemplateFailed(format!("compile: {error}"))),
         };
         match (&rendered, case["text"].as_str()) {

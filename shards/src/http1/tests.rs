@@ -171,11 +171,10 @@ fn responses_and_how_they_end() {
     assert!(parsed.framing.is_done() && parsed.content_length == Some(5));
 }
 
-/// Payload, consumed bytes, output without trailers, and whether the end was seen.
-type Fed = (Vec<u8>, usize, Vec<u8>, bool);
+/// Payload, consumed bytes, the verbatim output without trailers, and whether the message ended.
+type FedCut = (Vec<u8>, usize, Vec<u8>, bool);
 
-/// Feeds a message in pieces; the error is the parser's own.
-fn feed_cut(message: &[u8], cuts: &[usize]) -> Result<Fed, &'static str> {
+fn feed_cut(message: &[u8], cuts: &[usize]) -> Result<FedCut, &'static str> {
     let mut chunked = Chunked::default();
     let (mut payload, mut output, mut consumed) = (Vec::new(), Vec::new(), 0);
     let mut bounds = cuts.to_vec();

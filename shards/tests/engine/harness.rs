@@ -3,8 +3,9 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -303,6 +304,7 @@ impl Client {
                 true
             }
             Err(error) if error.kind() == ErrorKind::ConnectionReset => false,
+            Err(error) if error.kind() == ErrorKind::Interrupted => true,
             Err(error) => {
                 panic!("no answer within the deadline: {error}; so far {:?}", String::from_utf8_lossy(&self.pending))
             }
@@ -497,10 +499,18 @@ impl Drop for Upstream {
     }
 }
 
-/// An address where nobody listens.
+/// An address where nobody listens. It stays bound: a port given back could be handed to an engine under test, which
+/// would then have itself as its upstream.
 pub fn nowhere() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
-    listener.local_addr().expect("an address")
+    static BOUND: OnceLock<(OwnedFd, SocketAddr)> = OnceLock::new();
+    let bound = BOUND.get_or_init(|| {
+        let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None);
+        let socket = socket.expect("a socket");
+        rustix::net::bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("binds");
+        let address = rustix::net::getsockname(&socket).expect("an address");
+        (socket, address.try_into().expect("an IPv4 address"))
+    });
+    bound.1
 }
 
 /// Descriptors of this process that point to sockets, rings or event descriptors.
