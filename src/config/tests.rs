@@ -3,6 +3,7 @@
 use std::process::Command as Process;
 
 use super::*;
+use crate::proxy::{PrefillRelease, RouterMode};
 
 fn run(arguments: &[&str]) -> Result<Config, Refusal> {
     let all = ["infera-router"].into_iter().chain(arguments.iter().copied());

@@ -4,7 +4,6 @@
 use std::rc::Rc;
 
 use super::direct::{self, Named};
-use super::peers::KnownPeer;
 use super::pick::{Picked, Wish, pick};
 use super::prompts::Prompts;
 use super::service::RouterService;

@@ -31,7 +31,7 @@ pub(super) async fn run(
             Err(error) => return RelayOutcome::UpstreamFailed(error),
         }
     }
-    let unfinished = unfinished(&mut out, shape, &upstream, &relay);
+    let unfinished = ended_unfinished(&mut out, shape, &upstream, &relay);
     responder.begin();
     if responder.client.write_pooled(out).await.is_err() {
         return RelayOutcome::ClientGone;
@@ -43,7 +43,7 @@ pub(super) async fn run(
     loop {
         match upstream.next_piece(shape, &mut *relay.observer).await {
             Ok(Some(mut piece)) => {
-                let unfinished = unfinished(&mut piece, shape, &upstream, &relay);
+                let unfinished = ended_unfinished(&mut piece, shape, &upstream, &relay);
                 if responder.client.write_pooled(piece).await.is_err() {
                     return RelayOutcome::ClientGone;
                 }
@@ -81,7 +81,7 @@ fn framing_towards(responder: &Responder, upstream: &UpstreamResponse) -> (BodyS
 
 /// Whether the body has ended without being whole; if so, whether a chunk may still follow. The final chunk is then kept
 /// from the client. Where its first bytes went out with an earlier piece the rest is kept, so that the message has no end.
-fn unfinished(piece: &mut Vec<u8>, shape: BodyShape, upstream: &UpstreamResponse, relay: &Relay<'_>) -> Option<bool> {
+fn ended_unfinished(piece: &mut Vec<u8>, shape: BodyShape, upstream: &UpstreamResponse, relay: &Relay<'_>) -> Option<bool> {
     const FINAL: &[u8] = b"0\r\n\r\n";
     if !upstream.framing().is_done() || relay.observer.is_whole() {
         return None;
