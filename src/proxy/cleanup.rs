@@ -163,11 +163,12 @@ pub(super) fn release(shared: &Arc<Shared>, call: LegCall) {
         let served = async {
             let response = call.send().await.ok()?;
             let status = response.status;
-            response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await.ok().filter(|_| status.is_success())
+            response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await.ok().map(|_| status)
         };
-        let is_ok = time::timeout(limits::RELEASE_DEADLINE, served).await.flatten().is_some();
-        shared.metrics.pairs.aborted(is_ok);
-        if !is_ok {
+        let status = time::timeout(limits::RELEASE_DEADLINE, served).await.flatten();
+        shared.metrics.pairs.aborted(status.is_some_and(|status| status.is_success()));
+        // A decode engine that took the request and failed on it has looked for the KV: it was gone already.
+        if status.is_none_or(|status| status.is_client_error()) {
             stranded(&shared, &worker);
         }
     });

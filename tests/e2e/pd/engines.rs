@@ -24,7 +24,7 @@ fn fleet(protocol: PdProtocol, ranks: u32, decodes: usize) -> (Vec<EngineHandle>
     configs.extend((0..decodes).map(|_| half(PdRole::Decode, 1)));
     let engines = Engine::start_group(configs, Arc::new(TextModel::shipped().unwrap())).unwrap();
     let records: Vec<Value> = engines.iter().map(EngineHandle::registration).collect();
-    let router = start(&records, |start| start.policy("kv-aware"));
+    let router = launch(&records, crate::support::router::router());
     (engines, router)
 }
 

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::*;
-use crate::support::worker::dead_address;
 
 #[test]
 fn both_legs_carry_one_fresh_room_and_the_decode_answer_reaches_the_client() {
@@ -95,7 +94,8 @@ fn b36_a_failed_prefill_ends_decode_and_another_pair_serves_with_fresh_ids() {
 fn b36_without_another_pair_the_error_names_the_prefill_leg() {
     let mut cases: Vec<(&str, SocketAddr, Option<Worker>)> =
         failing_prefills().into_iter().map(|(name, it)| (name, it.address, Some(it))).collect();
-    cases.push(("refused", dead_address(), None));
+    let dead = refusing();
+    cases.push(("refused", dead.address, None));
     for (name, address, _prefill) in cases {
         let decode = held();
         let router = sglang(&[address], &[decode.address]);
@@ -173,7 +173,8 @@ fn a_decode_failure_before_its_first_byte_goes_to_another_pair() {
     let (prefill, decode) = (done(), unavailable());
     let answer = ask(&sglang(&[prefill.address], &[decode.address]), false);
     assert_eq!((answer.status, answer.text().as_str()), (503, r#"{"error":"starting"}"#));
-    let answer = ask(&sglang(&[prefill.address], &[dead_address()]), false);
+    let dead = refusing();
+    let answer = ask(&sglang(&[prefill.address], &[dead.address]), false);
     assert_eq!(answer.status, 502);
     assert!(answer.json()["error"]["message"].as_str().unwrap().contains("decode worker"), "{}", answer.text());
 }
@@ -304,7 +305,8 @@ fn b38_ids_are_fresh_and_never_the_clients() {
         })
         .collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    let rooms: HashSet<u64> = bodies(&prefill).iter().map(|it| it["bootstrap_room"].as_u64().unwrap()).collect();
+    let rooms: HashSet<u64> =
+        wait_for_bodies(&prefill, 200).iter().map(|it| it["bootstrap_room"].as_u64().unwrap()).collect();
     assert_eq!(rooms.len(), 200);
     assert!(!rooms.contains(&7) && rooms.iter().all(|room| *room < 1 << 63));
     let decoded: HashSet<u64> = bodies(&decode).iter().map(|it| it["bootstrap_room"].as_u64().unwrap()).collect();
@@ -312,7 +314,7 @@ fn b38_ids_are_fresh_and_never_the_clients() {
 
     let body = json!({"model": "m", "prompt": ["a", "b"], "n": 2}).to_string();
     assert_eq!(router.post("/v1/completions", &body).status, 200);
-    let (left, right) = (bodies(&prefill).pop().unwrap(), bodies(&decode).pop().unwrap());
+    let (left, right) = (wait_for_bodies(&prefill, 201).pop().unwrap(), bodies(&decode).pop().unwrap());
     assert_eq!(left["bootstrap_room"], right["bootstrap_room"], "both legs agree on the order");
     let sequence: HashSet<u64> =
         left["bootstrap_room"].as_array().unwrap().iter().map(|room| room.as_u64().unwrap()).collect();

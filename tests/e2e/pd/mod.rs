@@ -32,12 +32,17 @@ fn record(address: SocketAddr, role: &str, protocol: &str, more: Value) -> Value
     record
 }
 
-/// A router over these records; the file lives as long as the router starts.
+/// A round-robin router over these records.
 fn start(records: &[Value], configure: impl FnOnce(Start) -> Start) -> Router {
+    launch(records, configure(router().round_robin()))
+}
+
+fn launch(records: &[Value], start: Start) -> Router {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(json!(records).to_string().as_bytes()).unwrap();
     let path = file.path().to_str().unwrap().to_owned();
-    let router = configure(router().round_robin().args(&["--workers-file", &path])).ready();
+    let router = start.args(&["--workers-file", &path]).ready();
+    wait_until("all workers are known", || router.json("/health")["active_workers"] == records.len());
     // Read at start; it may go now, but for a test that keeps the fleet this is simplest.
     std::mem::forget(file);
     router
@@ -59,6 +64,20 @@ fn leg(script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Sync + 'st
         "/abort_request" => conversation.json(200, "{}"),
         _ => script(seen, conversation),
     })
+}
+
+/// An address that refuses connections, and is nobody else's while this lives.
+struct Refusing {
+    address: SocketAddr,
+    _bound: rustix::fd::OwnedFd,
+}
+
+fn refusing() -> Refusing {
+    use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+    let bound = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&bound, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let address = SocketAddr::try_from(getsockname(&bound).unwrap()).unwrap();
+    Refusing { address, _bound: bound }
 }
 
 fn done() -> Worker {
@@ -91,6 +110,14 @@ fn body_of(seen: &Seen) -> Value {
 /// Bodies of the inference requests.
 fn bodies(worker: &Worker) -> Vec<Value> {
     worker.seen().iter().filter(|seen| seen.target != "/abort_request").map(body_of).collect()
+}
+
+/// Waits for inference requests at a worker: the client has its answer from decode, which may be sooner than prefill
+/// has its request.
+fn wait_for_bodies(worker: &Worker, count: usize) -> Vec<Value> {
+    wait_until(&format!("{count} requests at a worker"), || bodies(worker).len() >= count);
+    assert_eq!(bodies(worker).len(), count);
+    bodies(worker)
 }
 
 /// Request ids of the abort calls, sorted.

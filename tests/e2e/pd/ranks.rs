@@ -20,6 +20,7 @@ fn b41_the_room_says_the_rank_that_was_picked() {
         for _ in 0..40 {
             assert_eq!(ask(&router, false).status, 200);
         }
+        wait_for_bodies(&prefill, 40);
         let mut seen_ranks = vec![false; ranks as usize];
         for seen in prefill.seen() {
             let rank: u64 = seen.header("x-data-parallel-rank").unwrap().parse().unwrap();
@@ -44,14 +45,17 @@ fn b41_pins_stay_with_their_leg_and_are_checked() {
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         client::exchange(router.address, "POST", "/v1/completions", headers, body.to_string().as_bytes())
     };
-    for (more, headers) in [(json!({"dp_rank": 3}), ""), (json!({}), "X-Data-Parallel-Rank: 3\r\n")] {
+    let cases = [(json!({"dp_rank": 3}), ""), (json!({}), "X-Data-Parallel-Rank: 3\r\n")];
+    for (at, (more, headers)) in cases.into_iter().enumerate() {
         assert_eq!(ask(more, headers).status, 200);
+        wait_for_bodies(&prefill, at + 1);
         let (left, right) = (prefill.seen().pop().unwrap(), decode.seen().pop().unwrap());
         assert_eq!(right.header("x-data-parallel-rank"), Some("3"));
         assert_ne!(left.header("x-data-parallel-rank"), Some("3"));
         assert_eq!(body_of(&left)["dp_rank"], Value::Null, "decode's pin does not reach prefill");
     }
     assert_eq!(ask(json!({"disagg_prefill_dp_rank": 1}), "").status, 200);
+    wait_for_bodies(&prefill, 3);
     assert_eq!(prefill.seen().pop().unwrap().header("x-data-parallel-rank"), Some("1"));
     let before = prefill.requests() + decode.requests();
     for (more, headers) in [

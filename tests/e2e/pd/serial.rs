@@ -1,8 +1,6 @@
 //! Prefill first, then decode with what the prefill answer says: vLLM's NixlConnector and the like.
 
 use super::*;
-use crate::support::worker::dead_address;
-
 const HANDOFF: &str =
     r#"{"do_remote_prefill":true,"remote_block_ids":[1,2],"remote_engine_id":"e","remote_host":"h","remote_port":1}"#;
 
@@ -52,8 +50,8 @@ fn b36_a_failed_prefill_never_dispatches_decode() {
         assert_eq!(decode.requests(), 0);
         router.wait_for_rest();
     }
-    let (healthy, decode) = (nixl_prefill(), decoding());
-    let router = nixl(&[dead_address(), healthy.address], &[decode.address]);
+    let (healthy, decode, dead) = (nixl_prefill(), decoding(), refusing());
+    let router = nixl(&[dead.address, healthy.address], &[decode.address]);
     for _ in 0..4 {
         assert_eq!(ask(&router, false).status, 200);
     }
@@ -71,8 +69,8 @@ fn a_prefill_that_has_nothing_to_hand_over_leaves_decode_to_itself() {
 
 #[test]
 fn kv_that_a_failed_decode_worker_did_not_take_is_freed_through_another() {
-    let (prefill, decode) = (nixl_prefill(), decoding());
-    let router = nixl(&[prefill.address], &[dead_address(), decode.address]);
+    let (prefill, decode, dead) = (nixl_prefill(), decoding(), refusing());
+    let router = nixl(&[prefill.address], &[dead.address, decode.address]);
     for _ in 0..4 {
         assert_eq!(ask(&router, true).status, 200);
     }
@@ -88,7 +86,7 @@ fn kv_that_a_failed_decode_worker_did_not_take_is_freed_through_another() {
     });
     assert_eq!(router.metric("infera_router_pd_stranded_transfers_total"), Some(0.0));
     // With nobody left it is reported.
-    let alone = nixl(&[prefill.address], &[dead_address()]);
+    let alone = nixl(&[prefill.address], &[dead.address]);
     assert_eq!(ask(&alone, true).status, 502);
     assert_eq!(alone.metric("infera_router_pd_stranded_transfers_total"), Some(1.0));
 }
