@@ -102,6 +102,11 @@ impl Mirror {
         self.orphans.len()
     }
 
+    /// Memory of the table of names, which is nearly all of a mirror's.
+    pub fn table_bytes(&self) -> usize {
+        self.names.bytes()
+    }
+
     /// Distinct visible blocks of the plain namespace, sorted. For inspection: walks the whole view.
     pub fn plain_blocks(&self, tree: &Tree) -> Vec<BlockHash> {
         let plain = self.names.iter().filter(|(_, place, _)| tree.is_plain(*place));
@@ -159,7 +164,9 @@ impl Mirror {
         let has_begun = stored.hashes.first().is_some_and(|first| self.batch_roots.contains(first));
         !has_begun
             && stored.hashes.iter().all(|name| {
-                self.names.find(*name).is_some_and(|entry| self.copies.holds(*name, self.names.state(entry), stored.copy))
+                self.names
+                    .find(*name)
+                    .is_some_and(|entry| self.copies.holds(*name, self.names.state(entry), stored.copy))
             })
     }
 

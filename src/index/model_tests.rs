@@ -259,8 +259,15 @@ fn one_content_under_two_names_goes_with_the_last() {
     let mut mirror = Mirror::new(1);
     for name in [5, 6] {
         let hashes = [EngineHash(name)];
-        let stored =
-            Stored { hashes: &hashes, parent: None, tokens: &tokens, block_size: 2, copy: DEVICE, identities: &[], may_report_hits: false };
+        let stored = Stored {
+            hashes: &hashes,
+            parent: None,
+            tokens: &tokens,
+            block_size: 2,
+            copy: DEVICE,
+            identities: &[],
+            may_report_hits: false,
+        };
         mirror.apply(&mut tree, &Event::Stored(stored));
     }
     for (name, left) in [(5, 1), (5, 1), (6, 0)] {
@@ -276,8 +283,15 @@ fn a_name_that_moves_takes_its_block_along() {
     let mut mirror = Mirror::new(1);
     let mut store = |tree: &mut Tree, name: u64, tokens: [u32; 2]| {
         let hashes = [EngineHash(name)];
-        let stored =
-            Stored { hashes: &hashes, parent: None, tokens: &tokens, block_size: 2, copy: DEVICE, identities: &[], may_report_hits: false };
+        let stored = Stored {
+            hashes: &hashes,
+            parent: None,
+            tokens: &tokens,
+            block_size: 2,
+            copy: DEVICE,
+            identities: &[],
+            may_report_hits: false,
+        };
         mirror.apply(tree, &Event::Stored(stored));
         mirror.plain_blocks(tree)
     };
@@ -299,7 +313,15 @@ fn media_and_groups_are_counted_apart() {
     let host = CopyKey { medium: Medium::HOST, group: CopyKey::NO_GROUP };
     let group = CopyKey { medium: Medium::DEVICE, group: 1 };
     for copy in [DEVICE, host, DEVICE, group] {
-        let stored = Stored { hashes: &hashes, parent: None, tokens: &tokens, block_size: 2, copy, identities: &[], may_report_hits: false };
+        let stored = Stored {
+            hashes: &hashes,
+            parent: None,
+            tokens: &tokens,
+            block_size: 2,
+            copy,
+            identities: &[],
+            may_report_hits: false,
+        };
         mirror.apply(&mut tree, &Event::Stored(stored));
     }
     for (copy, left) in [(DEVICE, 1), (host, 1), (host, 1), (DEVICE, 1), (DEVICE, 1), (group, 0)] {
@@ -314,8 +336,15 @@ fn blocks_with_an_identity_and_their_children_never_give_plain_credit() {
     let mut tree = Tree::default();
     let mut mirror = Mirror::new(1);
     let hashes = [EngineHash(1), EngineHash(2), EngineHash(3)];
-    let stored =
-        Stored { hashes: &hashes, parent: None, tokens: &prompt, block_size: 2, copy: DEVICE, identities: &[0, 77, 0], may_report_hits: false };
+    let stored = Stored {
+        hashes: &hashes,
+        parent: None,
+        tokens: &prompt,
+        block_size: 2,
+        copy: DEVICE,
+        identities: &[0, 77, 0],
+        may_report_hits: false,
+    };
     mirror.apply(&mut tree, &Event::Stored(stored));
     assert_eq!(depths(&mut tree, &prompt), [(1, 1)]);
     assert_eq!((tree.held_count(1), mirror.plain_blocks(&tree).len()), (3, 1));

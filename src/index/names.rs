@@ -10,8 +10,14 @@ use crate::events::EngineHash;
 use crate::index::tree::Place;
 
 const ENTRIES: usize = 5;
+/// Buckets are allocated in chunks of one size, 4 KiB: tables of any size would lie in as many size classes of the
+/// allocator, which rounds up and keeps pages of each; that was a third of the index's memory.
+const CHUNK: usize = 64;
 /// Largest filling, in entries per 100 places.
 const FULL_PERCENT: usize = 86;
+/// Below this filling the table is made smaller, to the next one.
+const LOW_PERCENT: usize = 55;
+const MIDDLE_PERCENT: usize = 72;
 const SPILLED_MAX: u32 = 0xff;
 
 /// What is kept of a name's copies, 4 bits; 0 marks a free place and is never stored.
@@ -67,13 +73,30 @@ pub struct Entry {
 
 #[derive(Clone, Debug, Default)]
 pub struct Names {
-    buckets: Vec<Bucket>,
+    chunks: Vec<Box<[Bucket; CHUNK]>>,
     length: usize,
 }
 
 impl Names {
     pub fn len(&self) -> usize {
         self.length
+    }
+
+    /// Memory of the table, free places included.
+    pub fn bytes(&self) -> usize {
+        self.buckets() * size_of::<Bucket>()
+    }
+
+    fn buckets(&self) -> usize {
+        self.chunks.len() * CHUNK
+    }
+
+    fn bucket(&self, at: usize) -> &Bucket {
+        &self.chunks[at / CHUNK][at % CHUNK]
+    }
+
+    fn bucket_mut(&mut self, at: usize) -> &mut Bucket {
+        &mut self.chunks[at / CHUNK][at % CHUNK]
     }
 
     /// Bucket of a name. Engines may count up or shift their names, so they are mixed first.
@@ -86,17 +109,17 @@ impl Names {
     /// Reads a name's bucket, so that the loads of several names overlap. The result means nothing.
     #[inline]
     pub fn touch(&self, name: EngineHash) -> u32 {
-        self.buckets.get(Self::home(name.0, self.buckets.len())).map_or(0, |bucket| bucket.control)
+        if self.chunks.is_empty() { 0 } else { self.bucket(Self::home(name.0, self.buckets())).control }
     }
 
     #[inline]
     pub fn find(&self, name: EngineHash) -> Option<Entry> {
-        if self.buckets.is_empty() {
+        if self.chunks.is_empty() {
             return None;
         }
-        let mut at = Self::home(name.0, self.buckets.len());
-        for _ in 0..self.buckets.len() {
-            let bucket = &self.buckets[at];
+        let mut at = Self::home(name.0, self.buckets());
+        for _ in 0..self.buckets() {
+            let bucket = self.bucket(at);
             if let Some(entry) = bucket.find(name.0) {
                 return Some(Entry { bucket: at, entry });
             }
@@ -109,21 +132,21 @@ impl Names {
     }
 
     fn after(&self, bucket: usize) -> usize {
-        if bucket + 1 == self.buckets.len() { 0 } else { bucket + 1 }
+        if bucket + 1 == self.buckets() { 0 } else { bucket + 1 }
     }
 
     pub fn place(&self, entry: Entry) -> Place {
-        Place(self.buckets[entry.bucket].places[entry.entry])
+        Place(self.bucket(entry.bucket).places[entry.entry])
     }
 
     pub fn state(&self, entry: Entry) -> State {
-        self.buckets[entry.bucket].state(entry.entry)
+        self.bucket(entry.bucket).state(entry.entry)
     }
 
     /// Changes an entry; `state` is not 0.
     pub fn set(&mut self, entry: Entry, place: Place, state: State) {
         assert!(state != 0, "an entry without copies is removed");
-        let bucket = &mut self.buckets[entry.bucket];
+        let bucket = self.bucket_mut(entry.bucket);
         bucket.places[entry.entry] = place.0;
         bucket.set_state(entry.entry, state);
     }
@@ -131,19 +154,19 @@ impl Names {
     /// Adds a name that is not there; `state` is not 0.
     pub fn insert(&mut self, name: EngineHash, place: Place, state: State) {
         assert!(state != 0, "an entry without copies is not kept");
-        if (self.length + 1) * 100 > self.buckets.len() * ENTRIES * FULL_PERCENT {
-            self.resize(self.buckets.len() + (self.buckets.len() / 4).max(1));
+        if (self.length + 1) * 100 > self.buckets() * ENTRIES * FULL_PERCENT {
+            self.resize(self.chunks.len() + (self.chunks.len() / 4).max(1));
         }
         self.length += 1;
         self.put(name.0, place.0, state);
     }
 
     fn put(&mut self, name: u64, place: u32, state: State) {
-        let mut at = Self::home(name, self.buckets.len());
+        let mut at = Self::home(name, self.buckets());
         // Ends, because the table is never full.
         loop {
             let next = self.after(at);
-            let bucket = &mut self.buckets[at];
+            let bucket = self.bucket_mut(at);
             if let Some(entry) = bucket.free() {
                 bucket.names[entry] = name;
                 bucket.places[entry] = place;
@@ -156,36 +179,38 @@ impl Names {
     }
 
     pub fn remove(&mut self, entry: Entry) {
-        let bucket = &mut self.buckets[entry.bucket];
+        let bucket = self.bucket_mut(entry.bucket);
         let name = bucket.names[entry.entry];
         bucket.set_state(entry.entry, 0);
-        let mut at = Self::home(name, self.buckets.len());
+        let mut at = Self::home(name, self.buckets());
         while at != entry.bucket {
-            self.buckets[at].unspill();
+            self.bucket_mut(at).unspill();
             at = self.after(at);
         }
         self.length -= 1;
-        if self.buckets.len() > 16 && self.length * 5 < self.buckets.len() * ENTRIES * 2 {
-            self.resize(self.length * 100 / (ENTRIES * FULL_PERCENT * 4 / 5) + 1);
+        if self.chunks.len() > 1 && self.length * 100 < self.buckets() * ENTRIES * LOW_PERCENT {
+            self.resize(self.length * 100 / (CHUNK * ENTRIES * MIDDLE_PERCENT) + 1);
         }
     }
 
     /// Homes are monotone in the mixed name, so this reads and writes both tables front to back.
-    fn resize(&mut self, buckets: usize) {
-        let former = std::mem::replace(&mut self.buckets, vec![Bucket::default(); buckets]);
-        for bucket in &former {
-            for entry in (0..ENTRIES).filter(|entry| bucket.state(*entry) != 0) {
-                self.put(bucket.names[entry], bucket.places[entry], bucket.state(entry));
+    fn resize(&mut self, chunks: usize) {
+        let empty = (0..chunks).map(|_| Box::new([Bucket::default(); CHUNK])).collect();
+        for chunk in std::mem::replace(&mut self.chunks, empty) {
+            for bucket in chunk.iter() {
+                for entry in (0..ENTRIES).filter(|entry| bucket.state(*entry) != 0) {
+                    self.put(bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                }
             }
         }
     }
 
     /// Every entry, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = (EngineHash, Place, State)> + '_ {
-        self.buckets.iter().flat_map(|bucket| {
-            (0..ENTRIES).filter(|entry| bucket.state(*entry) != 0).map(|entry| {
-                (EngineHash(bucket.names[entry]), Place(bucket.places[entry]), bucket.state(entry))
-            })
+        self.chunks.iter().flat_map(|chunk| chunk.iter()).flat_map(|bucket| {
+            (0..ENTRIES)
+                .filter(|entry| bucket.state(*entry) != 0)
+                .map(|entry| (EngineHash(bucket.names[entry]), Place(bucket.places[entry]), bucket.state(entry)))
         })
     }
 }
@@ -240,9 +265,12 @@ mod tests {
                 let entry = names.find(EngineHash(name)).unwrap();
                 names.remove(entry);
             }
-            assert!(names.len() == 0 && names.buckets.len() <= 16);
+            assert!(names.len() == 0 && names.chunks.len() <= 2);
             let stuck = |bucket: &Bucket| bucket.control & SPILLED_MAX != 0 && bucket.spilled() < SPILLED_MAX;
-            assert!(!names.buckets.iter().any(stuck), "an empty table has spilled nothing");
+            assert!(
+                !names.chunks.iter().flat_map(|chunk| chunk.iter()).any(stuck),
+                "an empty table has spilled nothing"
+            );
         }
     }
 

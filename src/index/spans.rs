@@ -40,11 +40,6 @@ impl Spans {
         self.0.iter()
     }
 
-    /// Whether the slot holds any block.
-    pub fn holds_any(&self, slot: u16) -> bool {
-        self.0.iter().any(|span| span.holders.contains(slot))
-    }
-
     /// Makes `slot` a holder of `from..to`; calls `already_held` with each offset that it held before.
     pub fn insert(&mut self, slot: u16, from: u32, to: u32, mut already_held: impl FnMut(u32)) -> Changed {
         let covered = self.covered();

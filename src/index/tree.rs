@@ -112,6 +112,13 @@ impl Tree {
         self.counts.get(usize::from(slot)).copied().unwrap_or(0)
     }
 
+    /// Memory of the block hashes, room to grow included, and of the strands' records. Walks all strands.
+    pub fn strand_bytes(&self) -> usize {
+        let strands = self.strands.iter().flatten();
+        let hashes: usize = strands.map(|strand| size_of::<Node>() + 8 * strand.node.hashes.capacity()).sum();
+        hashes + self.strands.capacity() * size_of::<Option<Strand>>() + self.firsts.capacity() * 16
+    }
+
     /// Whether a publication would show anything new.
     pub fn is_changed(&self) -> bool {
         !self.touched.is_empty() || !self.gone.is_empty()
