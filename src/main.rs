@@ -73,6 +73,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         settings: Settings {
             policy: config.policy,
             overlap_weight: config.kv_overlap_weight,
+            host_tier_weight: config.kv_host_tier_weight,
             retries_max: config.request_retries_max,
         },
         view: ingest.view.clone(),

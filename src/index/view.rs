@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
 
-use super::snapshot::Snapshot;
+use super::snapshot::{Hits, Snapshot};
 use crate::events::SkipReason;
 use crate::fleet::{Fleet, Slot, Target};
 use crate::worker::{Generation, Name};
@@ -27,6 +27,21 @@ pub type SharedView = Arc<ArcSwap<View>>;
 impl View {
     pub fn rank(&self, slot: Slot) -> Option<&RankStatus> {
         self.ranks.get(slot.0 as usize)?.as_deref()
+    }
+
+    /// Blocks of cache credit that a slot has: its device prefix, and `host_weight` for each block by which the prefix in
+    /// any memory is longer, rounded down. A slot whose publisher is not there has none: what it has evicted meanwhile
+    /// is not known. It stays routable, and has its credit again when the publisher is back and the gap is filled.
+    pub fn credit(&self, slot: Slot, device: &Hits, any: &Hits, host_weight: f64) -> u32 {
+        if self.rank(slot).is_some_and(|rank| !rank.is_connected()) {
+            return 0;
+        }
+        let depth = device.depth(slot);
+        if host_weight <= 0.0 {
+            return depth;
+        }
+        let extension = any.depth(slot).saturating_sub(depth);
+        depth + (f64::from(extension) * host_weight) as u32
     }
 
     /// Distinct blocks visible on the target.

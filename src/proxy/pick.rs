@@ -40,7 +40,7 @@ pub(super) struct Wish<'a> {
 pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Option<Picked> {
     let shared = &service.shared;
     let mut scratch = service.scratch.borrow_mut();
-    let Scratch { hits, candidates, indexes } = &mut *scratch;
+    let Scratch { hits, any_hits, candidates, indexes } = &mut *scratch;
     indexes.clear();
     indexes.extend(route::untried(&view.fleet, wish.pool, wish.tried));
 
@@ -56,6 +56,7 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Opt
     }
 
     candidates.clear();
+    let host_weight = shared.settings.host_tier_weight;
     let mut queried: Option<*const BlockHash> = None;
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
@@ -65,12 +66,15 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Opt
             && queried != Some(blocks.as_ptr())
         {
             view.index.query(blocks, hits);
+            if host_weight > 0.0 {
+                view.index.query_any(blocks, any_hits);
+            }
             queried = Some(blocks.as_ptr());
         }
         candidates.push(Candidate {
             target: index,
             request_blocks: blocks.map_or(0, |blocks| blocks.len() as u32),
-            cache_hits: blocks.map_or(0, |_| hits.depth(target.slot)),
+            cache_hits: blocks.map_or(0, |_| view.credit(target.slot, hits, any_hits, host_weight)),
             active_blocks: target.load.active_blocks(),
             picked_at_ns: target.load.picked_at_ns(),
             block_tokens: target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
