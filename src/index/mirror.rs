@@ -172,6 +172,9 @@ impl Mirror {
 
     /// Blocks chained onto a known parent (`None`: the root).
     fn store_chain(&mut self, tree: &mut Tree, stored: &Stored<'_>, parent: Option<Place>, applied: &mut Applied) {
+        // The loads of all buckets overlap here, and with the hashing; one after the other they would be most of the cost.
+        let touched = stored.hashes.iter().fold(0, |sum, name| sum ^ self.names.touch(*name));
+        std::hint::black_box(touched);
         let mut chain = std::mem::take(&mut self.chain);
         chain.clear();
         let mut hash = parent.map_or(ROOT, |parent| tree.block(parent));
@@ -189,9 +192,6 @@ impl Mirror {
                 chain.push(hash);
             }
         }
-        // The loads of all buckets overlap here; one after the other they would be most of the cost.
-        let touched = stored.hashes.iter().fold(0, |sum, name| sum ^ self.names.touch(*name));
-        std::hint::black_box(touched);
         let mut place = parent;
         for (at, (engine, block)) in stored.hashes.iter().zip(&chain).enumerate() {
             place = tree.child(place, *block, at < plain_count, chain.len() - 1 - at);

@@ -78,6 +78,7 @@ pub struct Names {
 }
 
 impl Names {
+    #[cfg(test)]
     pub fn len(&self) -> usize {
         self.length
     }

@@ -18,8 +18,9 @@ impl Hashes {
     /// Room for `capacity` hashes, of which the first `length` are taken from `former`.
     pub fn with_room(capacity: usize, former: Option<&Hashes>, length: usize) -> Self {
         let old: &[AtomicU64] = former.map_or(&[], |former| &former.0[..length]);
-        let value = |at: usize| old.get(at).map_or(0, |hash| hash.load(Ordering::Relaxed));
-        Self((0..capacity).map(|at| AtomicU64::new(value(at))).collect())
+        let kept = old.iter().map(|hash| AtomicU64::new(hash.load(Ordering::Relaxed)));
+        // Both parts know their length, so this is one allocation and one pass.
+        Self(kept.chain((length..capacity).map(|_| AtomicU64::new(0))).collect())
     }
 
     pub fn capacity(&self) -> usize {

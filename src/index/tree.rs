@@ -186,8 +186,9 @@ impl Tree {
         let is_shared = (length as u32) < strand.published_length;
         let node = Arc::make_mut(&mut strand.node);
         if length == node.hashes.capacity() || is_shared {
-            // A quarter more than needed: doubling would leave a third of all strands empty.
-            let wanted = (length + 1 + more).max(length + length / 4).next_multiple_of(8).min(RUN_BLOCKS_MAX);
+            // Doubling would leave a third of all strands empty; by a quarter, a short strand would move with every event.
+            let extra = if length < 256 { length / 2 } else { length / 4 };
+            let wanted = (length + 1 + more).max(length + extra).next_multiple_of(8).min(RUN_BLOCKS_MAX);
             node.hashes = Hashes::with_room(wanted, Some(&node.hashes), length);
             strand.published_length = 0;
         }
