@@ -103,11 +103,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     );
 
     let signal = signals.forever().next();
-    info!(
-        signal,
-        drain_timeout_s = config.drain_timeout.as_secs_f64(),
-        "draining: no new connections, running requests finish"
-    );
+    let drain_timeout_s = config.drain_timeout.as_secs_f64();
+    info!(signal, drain_timeout_s, "draining: no new connections, running requests finish");
     lifecycle.drain();
     engine.drain();
     let left = wait_for_requests(&engine, config.drain_timeout, &mut signals);

@@ -58,8 +58,9 @@ fn events_become_depth_and_a_worker_that_leaves_takes_them_along() {
     assert_eq!(ingest.view.load().models_and_targets(), (1, 2));
 
     // The id comes back with an empty cache: no credit from its former life.
-    ingest.fleet_updates.send(workers);
+    // The end of the old subscription first: once the new one overlaps it, the publisher tells of neither.
     first.wait_subscription(0);
+    ingest.fleet_updates.send(workers);
     first = first.subscribed();
     wait_depth(&ingest, "a:1", &prompt, 0);
     first.send(&[Event::Store { tokens: &prompt, from: 0 }]);
