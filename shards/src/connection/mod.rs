@@ -280,7 +280,7 @@ mod tests {
         let relay = size(|(a, b, c): (&'static mut Responder, UpstreamResponse, Relay<'static>)| a.relay(b, c));
         // Together they are most of what an open stream costs; a number that grows here grows ten thousand times.
         for (name, bytes, bytes_max) in
-            [("serve", serve, 1200), ("send", send, 720), ("relay", relay, 950), ("call", call, 1700)]
+            [("serve", serve, 1200), ("send", send, 700), ("relay", relay, 950), ("call", call, 1700)]
         {
             assert!(bytes <= bytes_max, "{name} takes {bytes} bytes, at most {bytes_max} are allowed");
         }
