@@ -157,16 +157,12 @@ pub fn run(config: &SpreadConfig, say: &mut dyn FnMut(&str)) -> Result<Vec<Sprea
     Ok(runs)
 }
 
-fn one(
-    config: &SpreadConfig,
-    setting: &Setting,
-    text: &Arc<TextModel>,
-    directory: &Path,
-) -> Result<SpreadRun> {
+fn one(config: &SpreadConfig, setting: &Setting, text: &Arc<TextModel>, directory: &Path) -> Result<SpreadRun> {
     let prefill = (0..config.prefill_engines).map(|number| config.engine(number, PdRole::Prefill));
     let decode = (0..config.decode_engines).map(|number| config.engine(100 + number, PdRole::Decode));
     let engines = Engine::start_group(prefill.chain(decode).collect(), text.clone())?;
-    let mut arguments: Vec<String> = engines.iter().flat_map(|engine| ["--worker".into(), engine.worker_flag()]).collect();
+    let mut arguments: Vec<String> =
+        engines.iter().flat_map(|engine| ["--worker".into(), engine.worker_flag()]).collect();
     arguments.extend(["--router-tokenizer-path".into(), directory.join("tokenizer").display().to_string()]);
     arguments.extend(setting.arguments.iter().cloned());
     let mut process = RouterProcess::start(&config.router, &arguments, &directory.join("router.log"))?;
@@ -258,7 +254,12 @@ pub fn table(runs: &[SpreadRun]) -> Result<String> {
     let excess = |spread: f64| (spread - 1.0).max(0.0);
     for run in &runs[1..] {
         let share = excess(run.kv_spread) / excess(first.kv_spread).max(1e-9);
-        text.push_str(&format!("{}: {:.0} % of the excess over even of {}\n", run.setting, share * 100.0, first.setting));
+        text.push_str(&format!(
+            "{}: {:.0} % of the excess over even of {}\n",
+            run.setting,
+            share * 100.0,
+            first.setting
+        ));
     }
     Ok(text)
 }

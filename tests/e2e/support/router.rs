@@ -50,6 +50,11 @@ impl Start {
         self
     }
 
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
     pub fn host(mut self, host: &'static str) -> Self {
         self.host = host;
         self
