@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
+use serde_json::Value;
 
 use super::TemporaryDirectory;
 use super::check::Router;
@@ -161,8 +162,10 @@ fn one(config: &SpreadConfig, setting: &Setting, text: &Arc<TextModel>, director
     let prefill = (0..config.prefill_engines).map(|number| config.engine(number, PdRole::Prefill));
     let decode = (0..config.decode_engines).map(|number| config.engine(100 + number, PdRole::Decode));
     let engines = Engine::start_group(prefill.chain(decode).collect(), text.clone())?;
-    let mut arguments: Vec<String> =
-        engines.iter().flat_map(|engine| ["--worker".into(), engine.worker_flag()]).collect();
+    let records: Vec<Value> = engines.iter().map(EngineHandle::registration).collect();
+    let workers = directory.join("workers.json");
+    std::fs::write(&workers, Value::from(records).to_string()).context("writing the workers file")?;
+    let mut arguments: Vec<String> = vec!["--workers-file".into(), workers.display().to_string()];
     arguments.extend(["--router-tokenizer-path".into(), directory.join("tokenizer").display().to_string()]);
     arguments.extend(setting.arguments.iter().cloned());
     let mut process = RouterProcess::start(&config.router, &arguments, &directory.join("router.log"))?;
@@ -191,6 +194,9 @@ fn one(config: &SpreadConfig, setting: &Setting, text: &Arc<TextModel>, director
     problems.extend(process.stop());
     ensure!(problems.is_empty(), "{}: {}", setting.name, problems.join("; "));
     ensure!(samples.count > 0, "{}: no moment at which both loops were under way", setting.name);
+    if let Some(error) = long.first_error.as_ref().or(short.first_error.as_ref()) {
+        tracing::warn!(setting = setting.name, error, "requests failed");
+    }
     let requests = long.record.ttft.count() + short.record.ttft.count();
     let duration = long.duration.max(short.duration);
     Ok(SpreadRun {

@@ -51,6 +51,11 @@ impl Start {
         self
     }
 
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
     pub fn host(mut self, host: &'static str) -> Self {
         self.host = host;
         self
@@ -70,12 +75,6 @@ impl Start {
         let (port, shards) = (self.port.to_string(), self.shards.to_string());
         self.command.args(["--host", self.host, "--port", &port, "--shards", &shards, "--router-policy", self.policy]);
         self.command
-    }
-
-    /// A variable of the router's environment; the last one of a name counts.
-    pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.command.env(name, value);
-        self
     }
 
     /// A static worker of model `m`.
