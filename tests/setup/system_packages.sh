@@ -14,6 +14,10 @@ for group in "$@"; do
 done
 
 missing=()
+# Debian's python3 comes without what `python3 -m venv` needs.
+case " $* " in
+  *" test "*) python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3 python3-venv) ;;
+esac
 for probe in "${!need[@]}"; do
   case "$probe" in
     /*) [ -e "$probe" ] || missing+=("${need[$probe]}") ;;
