@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use http::{HeaderName, HeaderValue, StatusCode};
 use infera_shards::{
-    Relay, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
+    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
 };
 use tracing::{debug, warn};
 
@@ -16,6 +16,7 @@ use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::observe::AnswerObserver;
 use super::pick::{Picked, Wish, pick};
 use super::prompts::{self, Prompts};
+use super::relay::{as_it_came, count, is_stream};
 use super::service::RouterService;
 use super::steering::SessionName;
 use crate::api::{self, ApiError, Endpoint};
@@ -24,8 +25,6 @@ use crate::pd::PdEndpoint;
 use crate::prompt::extract::RoutingFields;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
-
-const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// Counts a request from its start to its end. A record that is dropped unfinished belongs to a client that
 /// left: the engine drops the request's future then.
@@ -268,19 +267,12 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
     } else if status.is_server_error() {
         picked.failed();
     }
-    let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
-    let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
+    let is_stream = is_stream(&response);
     let mut observer = AnswerObserver::new();
-    let relay = Relay {
-        set: if is_stream { &unbuffered } else { &[] },
-        remove: &[],
-        observer: &mut observer,
-        cut_notice: is_stream.then(api::stream_error_event),
-    };
-    match responder.relay(response, relay).await {
+    match responder.relay(response, as_it_came(is_stream, &mut observer)).await {
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
-                count_answer(picked, &observer, received);
+                count((&picked.handles, &picked.handles), received, &observer);
             }
             Outcome::from(status)
         }
@@ -290,24 +282,6 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
             Outcome::Error
         }
         RelayOutcome::ClientGone => Outcome::StreamFailed,
-    }
-}
-
-fn count_answer(picked: &Picked, observer: &AnswerObserver, received: Instant) {
-    let handles = &picked.handles;
-    if let Some(first_byte) = observer.first_byte() {
-        handles.ttft.observe(first_byte.duration_since(received).as_secs_f64());
-    }
-    // A count of 0 means that the worker did not tell.
-    if let Some(usage) = observer.usage() {
-        if usage.prompt_tokens > 0 {
-            handles.prompt_tokens.inc_by(usage.prompt_tokens);
-            handles.input_tokens.observe(usage.prompt_tokens as f64);
-        }
-        if usage.completion_tokens > 0 {
-            handles.generation_tokens.inc_by(usage.completion_tokens);
-            handles.output_tokens.observe(usage.completion_tokens as f64);
-        }
     }
 }
 

@@ -19,7 +19,23 @@ use crate::api::{self, ApiError};
 use crate::pd::Completion;
 use crate::worker::Name;
 
-const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+/// Set on streams: a proxy in front of this one must not collect them.
+static UNBUFFERED: [(HeaderName, HeaderValue); 1] =
+    [(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"))];
+
+pub(super) fn is_stream(response: &UpstreamResponse) -> bool {
+    response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"))
+}
+
+/// How an answer goes to the client: as it came, a stream with its header and with a notice should its worker cut it.
+pub(super) fn as_it_came(is_stream: bool, observer: &mut dyn BodyObserver) -> Relay<'_> {
+    Relay {
+        set: if is_stream { &UNBUFFERED } else { &[] },
+        remove: &[],
+        observer,
+        cut_notice: is_stream.then(api::stream_error_event),
+    }
+}
 
 /// Who answers, and whose figures the answer belongs to.
 pub(super) struct Answering {
@@ -69,19 +85,15 @@ pub(super) async fn relay_decode(
     mut beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
-    let is_stream = response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
-    let unbuffered = [(ACCEL_BUFFERING, HeaderValue::from_static("no"))];
+    let is_stream = is_stream(&response);
     let worker = &answering.decode_worker;
-    let cut_notice = is_stream.then(api::stream_error_event);
     let mut observer = PairObserver {
         answer: AnswerObserver::new(),
         completion: is_stream.then(Completion::default),
         is_complete: answering.is_complete.clone(),
     };
-    let relay =
-        Relay { set: if is_stream { &unbuffered } else { &[] }, remove: &[], observer: &mut observer, cut_notice };
     let outcome = {
-        let mut relaying = pin!(responder.relay(response, relay));
+        let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
         poll_fn(|context| {
             let outcome = relaying.as_mut().poll(context);
             if outcome.is_pending() {
@@ -99,7 +111,7 @@ pub(super) async fn relay_decode(
         }
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
-                count(&answering, &observer.answer);
+                count((&answering.prefill, &answering.decode), answering.received, &observer.answer);
             }
             Answer { outcome: Outcome::from(status), is_whole: true }
         }
@@ -134,19 +146,20 @@ async fn answer_if_possible(responder: &mut Responder, reason: String) {
 }
 
 /// Time to first token and prompt tokens belong to the prefill worker, the generated ones to the decode worker.
-fn count(answering: &Answering, answer: &AnswerObserver) {
+/// Counts a whole answer for the worker that computed its prompt and the one that generated it; they may be one.
+pub(super) fn count((prefill, decode): (&Handles, &Handles), received: Instant, answer: &AnswerObserver) {
     if let Some(first_byte) = answer.first_byte() {
-        answering.prefill.ttft.observe(first_byte.duration_since(answering.received).as_secs_f64());
+        prefill.ttft.observe(first_byte.duration_since(received).as_secs_f64());
     }
     // A count of 0 means that the worker did not tell.
     let Some(usage) = answer.usage() else { return };
     if usage.prompt_tokens > 0 {
-        answering.prefill.prompt_tokens.inc_by(usage.prompt_tokens);
-        answering.prefill.input_tokens.observe(usage.prompt_tokens as f64);
+        prefill.prompt_tokens.inc_by(usage.prompt_tokens);
+        prefill.input_tokens.observe(usage.prompt_tokens as f64);
     }
     if usage.completion_tokens > 0 {
-        answering.decode.generation_tokens.inc_by(usage.completion_tokens);
-        answering.decode.output_tokens.observe(usage.completion_tokens as f64);
+        decode.generation_tokens.inc_by(usage.completion_tokens);
+        decode.output_tokens.observe(usage.completion_tokens as f64);
     }
 }
 
