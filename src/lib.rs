@@ -13,6 +13,7 @@ pub mod index;
 // Prompt.
 pub mod prompt;
 // Decide.
+pub mod breaker;
 pub mod decode_demand;
 pub mod load;
 pub mod route;

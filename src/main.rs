@@ -79,9 +79,13 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let shared = Arc::new(Shared {
         settings: Settings {
             policy: config.policy,
+            shards: config.shards,
             overlap_weight: config.kv_overlap_weight,
             host_tier_weight: config.kv_host_tier_weight,
             retries_max: config.request_retries_max,
+            retry_budget_percent: config.resilience.retry_budget_percent,
+            breaker: config.resilience.breaker,
+            caps: config.resilience.caps,
             disaggregation: config.disaggregation.clone(),
         },
         view: ingest.view.clone(),

@@ -44,6 +44,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub upstream: UpstreamArgs,
     #[command(flatten)]
+    pub resilience: super::resilience::ResilienceArgs,
+    #[command(flatten)]
     pub machine: MachineArgs,
     #[command(flatten)]
     pub not_built: NotBuiltArgs,
@@ -195,12 +197,6 @@ pub struct MachineArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Known, not available in this build (only the default is accepted)")]
 pub struct NotBuiltArgs {
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    pub breaker_failure_threshold: u32,
-    #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
-    pub breaker_cooldown_s: f64,
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
-    pub breaker_max_cooldown_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_ADMISSION_WARN", default_value_t = 240.0)]
     pub stream_admission_warn_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]

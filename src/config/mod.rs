@@ -4,6 +4,7 @@
 pub mod cli;
 mod effective;
 mod engine;
+mod resilience;
 mod steering;
 mod validate;
 mod worker_argument;
@@ -20,6 +21,7 @@ use crate::proxy::{DisaggregationSettings, SteeringSettings};
 use crate::route::Policy;
 pub use cli::{Cli, Command, InspectCommand};
 pub use engine::{Placement, raise_descriptor_limit};
+pub use resilience::Resilience;
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
@@ -74,6 +76,7 @@ pub struct Config {
     pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
+    pub resilience: Resilience,
     /// At least 1.
     pub shards: usize,
     /// A list holds distinct numbers, at most one per shard; shard i runs on number `i % len` of it.

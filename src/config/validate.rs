@@ -16,10 +16,7 @@ use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 7] = [
-    ("breaker-failure-threshold", Some("0")),
-    ("breaker-cooldown-s", None),
-    ("breaker-max-cooldown-s", None),
+const NOT_BUILT: [(&str, Option<&str>); 4] = [
     ("stream-admission-warn-s", Some("0")),
     ("stream-stall-warn-s", Some("0")),
     ("kv-per-worker-template-kwargs", Some("false")),
@@ -50,7 +47,7 @@ impl Problems {
         choices[0].1
     }
 
-    fn seconds(&mut self, flag: &str, seconds: f64) -> Duration {
+    pub(super) fn seconds(&mut self, flag: &str, seconds: f64) -> Duration {
         if seconds.is_finite() && (0.0..=SECONDS_MAX).contains(&seconds) {
             return Duration::from_secs_f64(seconds);
         }
@@ -87,6 +84,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
+    let resilience = super::resilience::settings(&arguments.resilience, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
     let io_driver = problems.choice(
         "--io-driver",
@@ -131,6 +129,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         disaggregation,
         steering,
         upstream,
+        resilience,
         shards,
         shard_cpus,
         io_driver,

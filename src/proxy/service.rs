@@ -11,6 +11,7 @@ use http::{HeaderValue, StatusCode, header};
 use infera_shards::{Rejection, Request, Responder, Response, Service, ShardContext};
 use serde_json::json;
 
+use super::budget::RetryBudget;
 use super::exchange;
 use super::metrics::TargetHandles;
 use super::peers::Peers;
@@ -25,6 +26,7 @@ pub struct RouterService {
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
+    pub(super) retry_budget: RetryBudget,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
     view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
@@ -51,6 +53,7 @@ impl RouterService {
             round_robin: RefCell::new(RoundRobin::new(context.shard)),
             handles: TargetHandles::default(),
             peers: Peers::default(),
+            retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
             shared,
             context,
@@ -60,6 +63,15 @@ impl RouterService {
     /// The newest view. Costs one atomic load unless a new one was published.
     pub(super) fn view(&self) -> Arc<View> {
         self.view.borrow_mut().load().clone()
+    }
+
+    /// Takes a retry out of the shard's budget; counted where there is none left.
+    pub(super) fn may_spend_a_retry(&self) -> bool {
+        let has_one = self.retry_budget.take(self.shared.now_ms());
+        if !has_one {
+            self.shared.metrics.retry_refused();
+        }
+        has_one
     }
 
     async fn local(&self, endpoint: Endpoint, request: &Request) -> Response {

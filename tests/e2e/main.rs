@@ -7,6 +7,7 @@ mod etcd;
 mod support;
 
 mod affinity;
+mod breaker;
 mod decode_demand;
 mod demo;
 mod discovery;
