@@ -86,6 +86,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
             retry_budget_percent: config.resilience.retry_budget_percent,
             breaker: config.resilience.breaker,
             caps: config.resilience.caps,
+            client_keys: config.access.client_keys.clone(),
+            outbound: config.access.outbound(),
             disaggregation: config.disaggregation.clone(),
         },
         view: ingest.view.clone(),

@@ -35,6 +35,8 @@ pub enum ApiError {
     WorkerTimeout {
         reason: String,
     },
+    /// The request carries none of the router's keys.
+    WrongKey,
     /// As many requests are in flight as are allowed.
     Overloaded {
         reason: String,
@@ -101,6 +103,10 @@ impl ApiError {
             ApiError::WorkerTimeout { reason } => {
                 shape(StatusCode::GATEWAY_TIMEOUT, "server_error", "worker_timeout", reason.clone())
             }
+            ApiError::WrongKey => {
+                let message = "give one of this router's keys: `Authorization: Bearer KEY`".to_owned();
+                shape(StatusCode::UNAUTHORIZED, invalid, "invalid_api_key", message)
+            }
             ApiError::Overloaded { reason } => {
                 shape(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "overloaded", reason.clone())
             }
@@ -129,6 +135,9 @@ impl ApiError {
         match self {
             ApiError::NoWorker { .. } | ApiError::Overloaded { .. } => {
                 response.headers.push((header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS)));
+            }
+            ApiError::WrongKey => {
+                response.headers.push((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
             }
             ApiError::WrongMethod { allow } => response.headers.push((header::ALLOW, HeaderValue::from_static(allow))),
             _ => {}

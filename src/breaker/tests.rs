@@ -1,3 +1,5 @@
+//! The breaker as a state machine, and under threads.
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;

@@ -44,6 +44,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub upstream: UpstreamArgs,
     #[command(flatten)]
+    pub access: super::access::AccessArgs,
+    #[command(flatten)]
     pub resilience: super::resilience::ResilienceArgs,
     #[command(flatten)]
     pub machine: MachineArgs,

@@ -1,6 +1,7 @@
 //! Configuration: the command line and the environment turned into one checked, typed value. Nothing is opened,
 //! bound or started here, and nothing below `main` reads a flag or a variable again.
 
+mod access;
 pub mod cli;
 mod effective;
 mod engine;
@@ -19,6 +20,7 @@ use clap::{CommandFactory, FromArgMatches};
 use crate::discovery::DiscoveryConfig;
 use crate::proxy::{DisaggregationSettings, SteeringSettings};
 use crate::route::Policy;
+pub use access::Access;
 pub use cli::{Cli, Command, InspectCommand};
 pub use engine::{Placement, raise_descriptor_limit};
 pub use resilience::Resilience;
@@ -77,6 +79,7 @@ pub struct Config {
     pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
     pub resilience: Resilience,
+    pub access: Access,
     /// At least 1.
     pub shards: usize,
     /// A list holds distinct numbers, at most one per shard; shard i runs on number `i % len` of it.

@@ -79,11 +79,13 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let mut problems = Problems(Vec::new());
     not_built(&effective, &mut problems);
     let listen = listen(&arguments.listen, &mut problems);
-    let discovery = discovery(&arguments.discovery, &mut problems);
+    let mut discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
+    let access = super::access::settings(&arguments.access, &mut problems);
+    discovery.authorization = access.worker_key.clone();
     let resilience = super::resilience::settings(&arguments.resilience, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
     let io_driver = problems.choice(
@@ -130,6 +132,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         steering,
         upstream,
         resilience,
+        access,
         shards,
         shard_cpus,
         io_driver,
@@ -245,6 +248,7 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
         workers_file: arguments.workers_file.clone(),
         etcd: uses_etcd.then(|| etcd(arguments, problems)),
         timing: Timing::default(),
+        authorization: None,
     }
 }
 

@@ -38,6 +38,8 @@ pub struct DiscoveryConfig {
     pub workers_file: Option<PathBuf>,
     pub etcd: Option<EtcdConfig>,
     pub timing: Timing,
+    /// Sent to engines with every question, where they have a key.
+    pub authorization: Option<http::HeaderValue>,
 }
 
 /// The registry of the system this one replaces: one key per worker below a prefix.

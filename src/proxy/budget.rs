@@ -3,41 +3,44 @@
 
 use std::cell::Cell;
 
+/// One retry in the account's unit: sums of many small parts must come out exactly.
+const RETRY: u64 = 1_000_000;
+
 /// Retries per second that are always allowed, all shards together: a quiet router must be able to retry at all.
-const RESERVE_PER_SECOND: f64 = 10.0;
+const RESERVE_PER_SECOND: u64 = 10;
 
 /// Seconds of the reserve that a quiet shard saves up.
-const RESERVE_SECONDS: f64 = 10.0;
+const RESERVE_SECONDS: u64 = 10;
 
 /// Retries that traffic saves up: a burst of failures after an hour without any is still a burst.
-const SAVED_MAX: f64 = 100.0;
+const SAVED_MAX: u64 = 100;
 
 /// One shard's account; never shared.
 pub(super) struct RetryBudget {
-    /// Retries that one request pays for.
-    share: f64,
-    reserve_per_ms: f64,
-    saved: Cell<f64>,
-    reserve: Cell<f64>,
+    /// What one request pays in.
+    share: u64,
+    reserve_per_ms: u64,
+    saved: Cell<u64>,
+    reserve: Cell<u64>,
     refilled_ms: Cell<u64>,
 }
 
 impl RetryBudget {
     /// `percent` of the traffic of each of `shards` shards.
     pub fn new(percent: f64, shards: usize) -> Self {
-        let reserve_per_ms = RESERVE_PER_SECOND / 1_000.0 / shards.max(1) as f64;
+        let reserve_per_ms = RESERVE_PER_SECOND * RETRY / 1_000 / shards.max(1) as u64;
         Self {
-            share: percent / 100.0,
+            share: (percent / 100.0 * RETRY as f64).round() as u64,
             reserve_per_ms,
-            saved: Cell::new(0.0),
-            reserve: Cell::new(RESERVE_SECONDS * 1_000.0 * reserve_per_ms),
+            saved: Cell::new(0),
+            reserve: Cell::new(RESERVE_SECONDS * 1_000 * reserve_per_ms),
             refilled_ms: Cell::new(0),
         }
     }
 
     /// A request pays in.
     pub fn request(&self) {
-        self.saved.set((self.saved.get() + self.share).min(SAVED_MAX));
+        self.saved.set((self.saved.get() + self.share).min(SAVED_MAX * RETRY));
     }
 
     /// Whether a retry is left.
@@ -48,14 +51,14 @@ impl RetryBudget {
     /// Takes one retry out, if there is one.
     pub fn take(&self, now_ms: u64) -> bool {
         let account = self.account_with_one(now_ms);
-        account.inspect(|account| account.set(account.get() - 1.0)).is_some()
+        account.inspect(|account| account.set(account.get() - RETRY)).is_some()
     }
 
-    fn account_with_one(&self, now_ms: u64) -> Option<&Cell<f64>> {
-        let passed_ms = now_ms.saturating_sub(self.refilled_ms.replace(now_ms)) as f64;
-        let most = (RESERVE_SECONDS * 1_000.0 * self.reserve_per_ms).max(1.0);
-        self.reserve.set((self.reserve.get() + passed_ms * self.reserve_per_ms).min(most));
-        [&self.saved, &self.reserve].into_iter().find(|account| account.get() >= 1.0)
+    fn account_with_one(&self, now_ms: u64) -> Option<&Cell<u64>> {
+        let passed_ms = now_ms.saturating_sub(self.refilled_ms.replace(now_ms));
+        let most = (RESERVE_SECONDS * 1_000 * self.reserve_per_ms).max(RETRY);
+        self.reserve.set(self.reserve.get().saturating_add(passed_ms.saturating_mul(self.reserve_per_ms)).min(most));
+        [&self.saved, &self.reserve].into_iter().find(|account| account.get() >= RETRY)
     }
 }
 

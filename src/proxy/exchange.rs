@@ -3,13 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::StatusCode;
 use infera_shards::{
     RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
 };
 use tracing::{debug, warn};
 
-use super::cleanup::DATA_PARALLEL_RANK;
 use super::direct::{self, Named};
 use super::disaggregated;
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
@@ -269,11 +268,7 @@ fn multipart_model(body: &[u8]) -> Option<String> {
 
 async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
-    let rank = picked.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank)));
-    // Names of workers are not for workers. A rank-multiplexed one gets the picked rank; any other gets what the client
-    // asked for.
-    const REMOVED: [HeaderName; 3] = [direct::WORKER, direct::PREFILL, DATA_PARALLEL_RANK];
-    let remove = &REMOVED[..if rank.is_some() { 3 } else { 2 }];
+    let edits = service.shared.settings.outbound.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
         authority: &worker.authority,
@@ -281,8 +276,8 @@ async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Re
         path_prefix: &worker.base_path,
         target: &request.target,
         headers: Some(&request.head),
-        remove,
-        set: rank.as_slice(),
+        remove: edits.remove(),
+        set: edits.set(),
         body: std::slice::from_ref(&request.body),
     };
     service.context.upstream.send(&upstream_request).await

@@ -128,6 +128,7 @@ impl Attempt<'_> {
     fn call(&self, role: Role, job: &Job, leg: Leg) -> LegCall {
         let picked = self.picked(role);
         LegCall {
+            shared: self.service.shared.clone(),
             upstream: self.service.context.upstream.clone(),
             worker: picked.worker.clone(),
             address: picked.address,
@@ -390,6 +391,7 @@ impl Held {
         cleanup::release(
             shared,
             LegCall {
+                shared: shared.clone(),
                 upstream: attempt.service.context.upstream.clone(),
                 worker: picked.worker.clone(),
                 address: picked.address,
@@ -553,6 +555,7 @@ fn free_what_an_abandoned_prefill_left(attempt: &Attempt<'_>, job: &Job) -> Box<
             cleanup::release(
                 &shared,
                 LegCall {
+                    shared: shared.clone(),
                     upstream,
                     worker,
                     address,

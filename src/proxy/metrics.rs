@@ -137,6 +137,7 @@ pub struct RequestMetrics {
     picks_total: IntCounterVec,
     retries_total: IntCounterVec,
     retries_refused_total: IntCounter,
+    refused_keys_total: IntCounter,
     prompt_failures_total: IntCounterVec,
     prompt_seconds: Histogram,
 }
@@ -238,6 +239,8 @@ impl RequestMetrics {
                 "Attempts repeated on another worker, by what ended the one before.",
                 &["reason"],
             )?,
+            refused_keys_total: make
+                .counter("infera_router_refused_keys_total", "Requests without one of the router's keys.")?,
             retries_refused_total: make.counter(
                 "infera_router_retries_refused_total",
                 "Failures passed on to the client because the retry budget was spent.",
@@ -292,6 +295,10 @@ impl RequestMetrics {
 
     pub fn retry_refused(&self) {
         self.retries_refused_total.inc();
+    }
+
+    pub fn refused_key(&self) {
+        self.refused_keys_total.inc();
     }
 
     /// Requests being served now.

@@ -7,6 +7,7 @@ mod cleanup;
 mod direct;
 mod disaggregated;
 mod exchange;
+mod keys;
 mod legs;
 mod metrics;
 mod observe;
@@ -20,6 +21,7 @@ mod shared;
 mod steering;
 mod verdict;
 
+pub use keys::{ClientKeys, OutboundHeaders};
 pub use metrics::RequestMetrics;
 pub use service::{RouterService, metrics_response};
 pub use shared::{

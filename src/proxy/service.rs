@@ -144,7 +144,15 @@ impl RouterService {
 
 impl Service for RouterService {
     async fn call(&self, request: Request, responder: &mut Responder) {
-        match api::endpoint(&request.method, &request.target) {
+        let endpoint = api::endpoint(&request.method, &request.target);
+        // Probes and scrapers carry no keys, and are told nothing but numbers.
+        let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics);
+        if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
+            self.shared.metrics.refused_key();
+            let _ = responder.send(ApiError::WrongKey.into_response()).await;
+            return;
+        }
+        match endpoint {
             endpoint @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Forward) => {
                 exchange::serve(self, endpoint, request, responder).await;
             }

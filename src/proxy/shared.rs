@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use infera_shards::{Completion, Response};
 
+use super::keys::{ClientKeys, OutboundHeaders};
 use super::metrics::RequestMetrics;
 use super::steering::Steering;
 use crate::breaker::BreakerSettings;
@@ -32,6 +33,8 @@ pub struct Settings {
     pub retry_budget_percent: f64,
     pub breaker: BreakerSettings,
     pub caps: InflightCaps,
+    pub client_keys: ClientKeys,
+    pub outbound: OutboundHeaders,
     pub disaggregation: DisaggregationSettings,
 }
 

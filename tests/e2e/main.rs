@@ -13,6 +13,7 @@ mod demo;
 mod discovery;
 mod failures;
 mod forwarding;
+mod keys;
 mod kv_aware;
 mod leaving;
 mod lifecycle;
