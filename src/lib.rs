@@ -30,3 +30,4 @@ pub mod ingest;
 pub mod inspect;
 pub mod logging;
 pub mod metrics;
+pub mod supervise;

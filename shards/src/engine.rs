@@ -110,6 +110,12 @@ impl Engine {
         Ok(engine)
     }
 
+    /// Whether somebody listens on `address` already. An engine can listen beside another process's (SO_REUSEPORT), and
+    /// gets its share of the new connections at once.
+    pub fn is_served(address: SocketAddr) -> bool {
+        listener::is_taken(address)
+    }
+
     /// The address all shards listen on, with the port that was found.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
@@ -131,6 +137,11 @@ impl Engine {
         for shard in &self.shards {
             let _ = shard.mailbox.try_send(Message::Drain);
         }
+    }
+
+    /// The first shard whose thread has ended by itself; it serves nobody any more.
+    pub fn ended_shard(&self) -> Option<usize> {
+        self.shards.iter().position(|shard| shard.thread.as_ref().is_none_or(JoinHandle::is_finished))
     }
 
     pub fn requests_active(&self) -> u64 {
@@ -257,6 +268,7 @@ async fn main_loop(
             // and its first poll; taken as armed then, it would never wake this task again and all timeouts would stop.
             while tick.as_mut().poll(cx).is_ready() {
                 clock::sweep();
+                shard.counters.sweeps.add(1);
                 upstream.reap();
                 trim.sweep(&shard.counters);
                 tick.set(net::sleep(period));

@@ -64,6 +64,9 @@ pub struct ListenArgs {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
+    /// Address and port for /metrics, /v1/workers and /v1/admin alone, which the main port then does not answer.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub admin_listen: Option<String>,
     /// Largest request body, bytes; a larger one is answered with 413.
     #[arg(long, value_name = "BYTES", default_value_t = crate::limits::BODY_BYTES_MAX as u64)]
     pub max_body_bytes: u64,

@@ -60,6 +60,8 @@ impl Refusal {
 #[derive(Clone, Debug)]
 pub struct Config {
     pub listen: SocketAddr,
+    /// Absent: the main port answers everything.
+    pub admin_listen: Option<SocketAddr>,
     pub max_body_bytes: usize,
     pub drain_timeout: Duration,
     pub discovery: DiscoveryConfig,

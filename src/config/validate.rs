@@ -79,6 +79,8 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let mut problems = Problems(Vec::new());
     not_built(&effective, &mut problems);
     let listen = listen(&arguments.listen, &mut problems);
+    let admin_listen =
+        arguments.listen.admin_listen.as_deref().and_then(|text| admin_listen(text, listen, &mut problems));
     let mut discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
@@ -118,6 +120,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     }
     Ok(Config {
         listen,
+        admin_listen,
         max_body_bytes,
         drain_timeout,
         discovery,
@@ -195,6 +198,18 @@ fn listen(arguments: &ListenArgs, problems: &mut Problems) -> SocketAddr {
         Err(error) => problems.add(format!("--host `{host}`: {error}; give an IP address to listen on")),
     }
     SocketAddr::from(([0, 0, 0, 0], arguments.port))
+}
+
+fn admin_listen(text: &str, main: SocketAddr, problems: &mut Problems) -> Option<SocketAddr> {
+    match text.to_socket_addrs().map(|mut addresses| addresses.next()) {
+        Ok(Some(address)) if address == main && address.port() != 0 => {
+            problems.add(format!("--admin-listen {text} is the main address; give another port, or leave it out"));
+        }
+        Ok(Some(address)) => return Some(address),
+        Ok(None) => problems.add(format!("--admin-listen `{text}` has no address; give HOST:PORT")),
+        Err(error) => problems.add(format!("--admin-listen `{text}`: {error}; give HOST:PORT")),
+    }
+    None
 }
 
 fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryConfig {

@@ -301,6 +301,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
         ("infera_router_client_aborts_total", "Exchanges that ended because the client left."),
         ("infera_router_rejections_total", "Messages refused by the HTTP engine (framing, size, time)."),
         ("infera_router_panics_total", "Panics caught in connection tasks."),
+        ("infera_router_shard_sweeps_total", "Turns of the shard's clock; it stands still while the shard hangs."),
     ];
     let mut families = Vec::new();
     for (name, help) in counters {
@@ -320,6 +321,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
             stats.client_aborts,
             stats.rejections,
             stats.panics,
+            stats.sweeps,
         ];
         for (family, value) in families.iter().zip(values) {
             family.with_label_values(&[&label]).inc_by(value);

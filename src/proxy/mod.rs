@@ -23,7 +23,7 @@ mod verdict;
 
 pub use keys::{ClientKeys, OutboundHeaders};
 pub use metrics::RequestMetrics;
-pub use service::{RouterService, metrics_response};
+pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{
     ControlAsk, ControlPlane, DisaggregationSettings, InflightCaps, Lifecycle, PrefillRelease, RouterMode, Settings,
     Shared,

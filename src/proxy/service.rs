@@ -20,8 +20,31 @@ use crate::api::{self, ApiError, Endpoint};
 use crate::index::{Hits, View};
 use crate::route::{Candidate, RoundRobin};
 
+/// What a listener answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Surface {
+    All,
+    /// Requests for models; the control pages are on an address of their own.
+    Traffic,
+    /// The control pages alone.
+    Control,
+}
+
+impl Surface {
+    fn answers(self, endpoint: &Endpoint) -> bool {
+        let is_control = matches!(endpoint, Endpoint::Workers | Endpoint::Metrics | Endpoint::CacheView(_));
+        let is_common = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Models | Endpoint::Model(_));
+        match self {
+            Surface::All => true,
+            Surface::Traffic => !is_control,
+            Surface::Control => is_control || is_common,
+        }
+    }
+}
+
 /// One shard's half of the router.
 pub struct RouterService {
+    surface: Surface,
     pub(super) shared: Arc<Shared>,
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
@@ -43,12 +66,13 @@ pub(super) struct Scratch {
 }
 
 impl RouterService {
-    pub fn new(shared: Arc<Shared>, context: ShardContext) -> Self {
+    pub fn new(surface: Surface, shared: Arc<Shared>, context: ShardContext) -> Self {
         // Short prompts are encoded on the shard itself, and its first one must not stop the relays.
-        if let Some(prompter) = &shared.prompter {
+        if let (Some(prompter), true) = (&shared.prompter, surface != Surface::Control) {
             prompter.warm_up();
         }
         Self {
+            surface,
             view: RefCell::new(Cache::new(shared.view.clone())),
             round_robin: RefCell::new(RoundRobin::new(context.shard)),
             handles: TargetHandles::default(),
@@ -144,7 +168,10 @@ impl RouterService {
 
 impl Service for RouterService {
     async fn call(&self, request: Request, responder: &mut Responder) {
-        let endpoint = api::endpoint(&request.method, &request.target);
+        let mut endpoint = api::endpoint(&request.method, &request.target);
+        if !self.surface.answers(&endpoint) {
+            endpoint = Endpoint::Unknown;
+        }
         // Probes and scrapers carry no keys, and are told nothing but numbers.
         let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics);
         if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
