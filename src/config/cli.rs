@@ -67,6 +67,9 @@ pub struct ListenArgs {
     /// Address and port for /metrics, /v1/workers and /v1/admin alone, which the main port then does not answer.
     #[arg(long, value_name = "HOST:PORT")]
     pub admin_listen: Option<String>,
+    /// Client connections, all shards together; further ones are answered with 503 and closed.
+    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    pub max_connections: u32,
     /// Largest request body, bytes; a larger one is answered with 413.
     #[arg(long, value_name = "BYTES", default_value_t = crate::limits::BODY_BYTES_MAX as u64)]
     pub max_body_bytes: u64,
@@ -162,7 +165,8 @@ pub struct UpstreamArgs {
     /// Connecting to a worker.
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0, allow_negative_numbers = true)]
     pub upstream_connect_timeout_s: f64,
-    /// From the end of the request to the first byte of the answer; 0 waits for ever (queueing may be long).
+    /// From the end of the request to the first byte of the answer's body; 0 waits for ever (queueing may be long, and
+    /// engines send their head before it).
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
     pub upstream_first_byte_timeout_s: f64,
     /// Longest silence inside an answer; 0 waits for ever.

@@ -107,6 +107,7 @@ impl Config {
         };
         engine.require_io_uring = self.require_io_uring;
         engine.limits.body_bytes_max = self.max_body_bytes;
+        engine.limits.connections_max = self.connections_max.div_ceil(self.shards);
         engine.upstream.connect_timeout = self.upstream.connect;
         engine.upstream.first_byte_timeout = self.upstream.first_byte;
         engine.upstream.idle_timeout = self.upstream.idle;

@@ -62,6 +62,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// Absent: the main port answers everything.
     pub admin_listen: Option<SocketAddr>,
+    /// Client connections of the whole process.
+    pub connections_max: usize,
     pub max_body_bytes: usize,
     pub drain_timeout: Duration,
     pub discovery: DiscoveryConfig,

@@ -107,6 +107,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     if max_body_bytes == 0 {
         problems.add("--max-body-bytes must be at least 1");
     }
+    let connections_max = problems.range("--max-connections", arguments.listen.max_connections, 1, u32::MAX);
     let drain_timeout = problems.seconds("--drain-timeout", arguments.listen.drain_timeout);
     if !problems.0.is_empty() {
         return Err(problems.0);
@@ -121,6 +122,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     Ok(Config {
         listen,
         admin_listen,
+        connections_max,
         max_body_bytes,
         drain_timeout,
         discovery,

@@ -17,6 +17,7 @@ mod keys;
 mod kv_aware;
 mod leaving;
 mod lifecycle;
+mod limits;
 mod official_client;
 mod pd;
 mod surface;
