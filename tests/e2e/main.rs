@@ -11,6 +11,7 @@ mod breaker;
 mod decode_demand;
 mod demo;
 mod discovery;
+mod exposition;
 mod failures;
 mod forwarding;
 mod keys;
