@@ -24,6 +24,8 @@ pub struct Text {
     pub with_ends: bool,
     /// Text encoded by itself behind it.
     pub suffix: Option<String>,
+    /// Byte offsets in `text`, in order, at which two encodings meet.
+    pub cuts: Vec<usize>,
 }
 
 /// A text whose known beginning was found; what is left to do is encoding.
@@ -89,22 +91,31 @@ impl BlockMaker {
 
     /// Ids of a text in one go, without the cache.
     pub fn ids(&self, text: &Text) -> Result<Vec<u32>, NoBlocks> {
-        let mut ids = self.encoder.encode(&text.text)?;
+        let mut ids = self.encoder.encode_range(&text.text, 0..text.text.len(), &text.cuts)?;
         if text.with_ends {
             let (before, after) = self.encoder.ends();
             ids = [before, &ids, after].concat();
         }
         if let Some(suffix) = &text.suffix {
-            ids.extend(self.encoder.encode(suffix)?);
+            ids.extend(self.suffix_ids(suffix)?);
         }
         Ok(ids)
+    }
+
+    /// Whether a text spells an added token; `None` where that cannot be told.
+    pub fn has_token(&self, text: &str) -> Option<bool> {
+        self.splitter.as_ref().map(|splitter| splitter.has_token(text))
+    }
+
+    fn suffix_ids(&self, suffix: &str) -> Result<Vec<u32>, NoBlocks> {
+        self.encoder.encode_range(suffix, 0..suffix.len(), &self.encoder.forced_cuts(suffix))
     }
 
     /// Looks for the deepest known cut, for each block size (tokens per block, not 0).
     pub fn prepare(&self, text: Text, block_sizes: &[usize]) -> Pending {
         let pieces = match (&self.splitter, &self.cache) {
             // Ends in front of a text shift its blocks, so texts with and without them are named apart.
-            (Some(splitter), Some(_)) => splitter.pieces(&text.text, self.seed | u64::from(text.with_ends)),
+            (Some(splitter), Some(_)) => splitter.pieces(&text.text, &text.cuts, self.seed | u64::from(text.with_ends)),
             _ => vec![Piece { range: 0..text.text.len(), key_at_end: 0 }],
         };
         let start = |block_size: usize| {
@@ -146,9 +157,9 @@ impl BlockMaker {
             .collect();
         let first = works.iter().map(|work| work.next_piece).min().unwrap_or(pieces.len());
         for (index, piece) in pieces.iter().enumerate().skip(first) {
-            self.encode_piece(&text.text, index, piece, &mut works)?;
+            self.encode_piece(&text, index, piece, &mut works)?;
         }
-        let suffix = text.suffix.as_ref().map(|suffix| self.encoder.encode(suffix)).transpose()?;
+        let suffix = text.suffix.as_ref().map(|suffix| self.suffix_ids(suffix)).transpose()?;
         spare::give(text.text.into_bytes());
         let finished = works.into_iter().map(|mut work| {
             if let Some(cache) = &self.cache {
@@ -162,7 +173,7 @@ impl BlockMaker {
         Ok(finished.collect())
     }
 
-    fn encode_piece(&self, text: &str, index: usize, piece: &Piece, works: &mut [Work]) -> Result<(), NoBlocks> {
+    fn encode_piece(&self, text: &Text, index: usize, piece: &Piece, works: &mut [Work]) -> Result<(), NoBlocks> {
         let is_long = piece.range.len() >= LONG_PIECE_BYTES;
         let cache = self.cache.as_ref();
         let lead = match cache {
@@ -177,7 +188,7 @@ impl BlockMaker {
         if works.iter().all(|work| work.next_piece > index) {
             return Ok(());
         }
-        let ids = self.encoder.encode(&text[piece.range.clone()])?;
+        let ids = self.encoder.encode_range(&text.text, piece.range.clone(), &text.cuts)?;
         self.tokens_encoded.fetch_add(ids.len() as u64, Ordering::Relaxed);
         for work in works.iter_mut().filter(|work| work.next_piece == index) {
             work.next_piece += 1;

@@ -164,7 +164,8 @@ fn trim(state: &mut State, value: &Value, chars: Option<Value>) -> Result<Value,
     methods::call(state, &text, "strip", &arguments)
 }
 
-fn strftime(now: Option<SystemTime>, format: &str) -> Result<String, Error> {
+/// The clock as `strftime` of Python prints it, in the time zone of this machine.
+pub fn strftime(now: Option<SystemTime>, format: &str) -> Result<String, Error> {
     let now = now.map_or_else(|| Ok(jiff::Timestamp::now()), jiff::Timestamp::try_from);
     let zoned = now.map(|now| now.to_zoned_datetime(jiff::tz::TimeZone::system()));
     zoned

@@ -16,10 +16,12 @@ mod flights;
 mod hugging_face;
 mod methods;
 mod model_files;
+mod native;
 mod prompter;
 mod python;
 mod refusal;
 mod request;
+mod responses;
 mod segments;
 mod self_check;
 mod sglang;
@@ -27,6 +29,7 @@ mod spare;
 mod template;
 #[cfg(test)]
 mod template_tests;
+mod tiktoken;
 mod tree;
 mod variant;
 mod vllm;
@@ -47,6 +50,8 @@ pub enum Endpoint {
     Chat,
     /// `/v1/completions`
     Completions,
+    /// `/v1/responses`
+    Responses,
 }
 
 /// Whose rules turn messages into the template's input.
