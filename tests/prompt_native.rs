@@ -155,7 +155,7 @@ fn models_that_are_rendered_in_code_elsewhere_are_refused_by_name() {
         (r#"{"architectures": ["DeepseekV32ForCausalLM"]}"#, "DeepSeek-V3.2 chats"),
         (r#"{"architectures": ["DeepseekV41ForCausalLM"]}"#, "DeepSeek-V4.1 chats"),
         (r#"{"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v41"}"#, "DeepSeek-V4.1 chats"),
-        (r#"{"architectures": ["KimiK3ForConditionalGeneration"]}"#, "Kimi-K3 chats"),
+        (r#"{"architectures": ["InklingForCausalLM"]}"#, "Inkling chats"),
     ] {
         let directory = model(&tokenizer, &[("config.json", config), ("chat_template.jinja", "a template")]);
         let options = PrompterOptions { encoder: EncoderChoice::Reference, ..options() };
@@ -283,6 +283,207 @@ fn tools_and_reasoning_of_responses_bodies() {
     assert_eq!(none, NoBlocks::NoPrompt);
 }
 
+/// A Kimi-K3 model around other ranks: the text is the model's, the ids are right for these ranks.
+fn kimi_k3() -> Option<Prompter> {
+    let ranks = fetched("tiktoken", "tiktoken.model")?;
+    let token = |content: &str| json!({"content": content, "special": true});
+    let config = json!({
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", null]},
+        "added_tokens_decoder": {"151650": token("<|open|>"), "151651": token("<|close|>"), "151652": token("<|sep|>"), "151653": token("<|end_of_msg|>")},
+    });
+    let architecture = r#"{"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"}"#;
+    Some(load(&model(&ranks, &[("tokenizer_config.json", &config.to_string()), ("config.json", architecture)])))
+}
+
+/// Rows: engine, body, text. The texts of the first rows are those of vLLM's own tests of its Kimi-K3 tokenizer; the
+/// rest follows `encoding_k3.py` of the model.
+#[test]
+fn kimi_k3_chats_of_both_engines() {
+    let Some(prompter) = kimi_k3() else { return };
+    let (vllm, sglang) = (EngineRules::Vllm, EngineRules::Sglang);
+    assert_eq!(prompter.chat_renderer(vllm), "kimi_k3");
+    let text = |engine, body: &Value| {
+        prompter.tokens(Endpoint::Chat, engine, body.to_string().as_bytes()).map(|prompt| prompt.text.unwrap())
+    };
+    let turn = |role: &str, inside: &str| {
+        format!("<|open|>message role=\"{role}\"<|sep|>{inside}<|close|>message<|sep|><|end_of_msg|>")
+    };
+    let effort = |effort: &str| {
+        format!(
+            "<|open|>message role=\"system\" type=\"thinking-effort\"<|sep|>`thinking_effort` guides on how much to think in your \
+             thinking channel (not including the response channel), supported values include `low`, `medium`, `high`, and `max`.\n\
+             Now the system is invoked with `thinking_effort={effort}`.<|close|>message<|sep|><|end_of_msg|>"
+        )
+    };
+    let think = "<|open|>message role=\"assistant\"<|sep|><|open|>think<|sep|>";
+    let respond = "<|open|>message role=\"assistant\"<|sep|><|open|>response<|sep|>";
+    let hello = json!([{"role": "user", "content": "hello"}]);
+    let history = json!([
+        {"role": "user", "content": "first question"},
+        {"role": "assistant", "reasoning": "first reasoning", "reasoning_content": "first reasoning", "content": "first answer"},
+        {"role": "user", "content": "follow-up question"}
+    ]);
+    let call = |id: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": "look\"up", "arguments": arguments}});
+    let calls = json!([
+        {"role": "assistant", "content": "", "tool_calls": [call("a", r#"{"s": "x & y", "n": 1.0, "l": [1, null], "b": true}"#), call("b", "{}")]},
+        {"role": "tool", "tool_call_id": "b", "content": "second"},
+        {"role": "tool", "tool_call_id": "a", "content": "first"},
+        {"role": "user", "content": ""}
+    ]);
+    let lost = json!([
+        {"role": "assistant", "content": "", "tool_calls": [call("a", "{}"), call("b", "{}")]},
+        {"role": "tool", "tool_call_id": "b", "content": "1"},
+        {"role": "tool", "tool_call_id": "unknown", "content": "2"}
+    ]);
+    let argument = |key: &str, kind: &str, value: &str| {
+        format!("<|open|>argument key=\"{key}\" type=\"{kind}\"<|sep|>{value}<|close|>argument<|sep|>")
+    };
+    let called = |index: usize, inside: &str| {
+        format!("<|open|>call tool=\"look&quot;up\" index=\"{index}\"<|sep|>{inside}<|close|>call<|sep|>")
+    };
+    let arguments = [
+        argument("s", "string", "x & y"),
+        argument("n", "number", "1.0"),
+        argument("l", "array", "[1, null]"),
+        argument("b", "boolean", "true"),
+    ]
+    .concat();
+    let result = |index: usize, text: &str| {
+        format!(
+            "<|open|>message role=\"tool\" tool=\"look&quot;up\" index=\"{index}\"<|sep|>{text}<|close|>message<|sep|><|end_of_msg|>"
+        )
+    };
+    let with_calls = |inside: &str| {
+        turn(
+            "assistant",
+            &format!(
+                "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>{inside}<|close|>tools<|sep|>"
+            ),
+        )
+    };
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"z": {}, "a": {}}}}}]);
+    let declared = |function: &str| {
+        format!(
+            "<|open|>message role=\"system\" type=\"tool-declare\"<|sep|># Tools\nHere are the available tools, described in JSONSchema.\n\n\
+             ```json\n[{{\"function\":{function},\"type\":\"function\"}}]\n```<|close|>message<|sep|><|end_of_msg|>"
+        )
+    };
+    let parameters = r#""parameters":{"properties":{"a":{},"z":{}},"type":"object"}"#;
+    let system = |kind: &str, body: &str| {
+        format!("<|open|>message role=\"system\" type=\"{kind}\"<|sep|>{body}<|close|>message<|sep|><|end_of_msg|>")
+    };
+    let chosen = system(
+        "tool-choice",
+        "The system is invoked with `tool_choice=required`.\nYou MUST call tools in the next message.",
+    );
+    let schema = system(
+        "response-format",
+        "The system is invoked with `response_format=json_schema`.\nYour response must be raw JSON data without markdown code \
+         blocks (```json) or any additional formatting.\nThe JSON data must match the following schema:\n```json\n{\"a\":1,\"b\":2}\n```",
+    );
+    let quiet = json!({"thinking": false});
+    for engine in [vllm, sglang] {
+        let rows = [
+            (json!({"messages": hello, "chat_template_kwargs": quiet}), turn("user", "hello") + respond),
+            (json!({"messages": hello, "reasoning_effort": "none"}), turn("user", "hello") + respond),
+            (json!({"messages": hello, "reasoning_effort": "low"}), effort("low") + &turn("user", "hello") + think),
+            (
+                json!({"messages": hello, "chat_template_kwargs": {"thinking_effort": "high"}}),
+                effort("high") + &turn("user", "hello") + think,
+            ),
+            (
+                json!({"messages": history}),
+                effort("max")
+                    + &turn("user", "first question")
+                    + &turn(
+                        "assistant",
+                        "<|open|>think<|sep|>first reasoning<|close|>think<|sep|><|open|>response<|sep|>first answer<|close|>response<|sep|>",
+                    )
+                    + &turn("user", "follow-up question")
+                    + think,
+            ),
+            (
+                json!({"messages": calls, "chat_template_kwargs": quiet}),
+                with_calls(&(called(1, &arguments) + &called(2, "")))
+                    + &result(1, "first")
+                    + &result(2, "second")
+                    + &turn("user", "")
+                    + respond,
+            ),
+            (
+                json!({"messages": lost, "chat_template_kwargs": quiet}),
+                with_calls(&(called(1, "") + &called(2, ""))) + &result(1, "1") + &result(2, "2") + respond,
+            ),
+            (
+                json!({"messages": hello, "chat_template_kwargs": quiet, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"b": 2, "a": 1}}}}),
+                turn("user", "hello") + &schema + respond,
+            ),
+        ];
+        for (body, expected) in rows {
+            assert_eq!(text(engine, &body), Ok(expected), "{engine:?} {body}");
+        }
+    }
+    let body = json!({"messages": hello, "chat_template_kwargs": quiet, "tools": tools, "tool_choice": "required"});
+    let expected = |function: &str| declared(function) + &turn("user", "hello") + &chosen + respond;
+    assert_eq!(text(vllm, &body), Ok(expected(&format!("{{\"description\":null,\"name\":\"f\",{parameters}}}"))));
+    assert_eq!(text(sglang, &body), Ok(expected(&format!("{{\"name\":\"f\",{parameters}}}"))));
+    for (body, what) in [
+        (json!({"messages": [{"role": "user", "content": "a <|open|> b"}]}), "text that spells a special token"),
+        (
+            json!({"messages": hello, "chat_template_kwargs": {"thinking_effort": "medium"}}),
+            "a thinking effort that Kimi-K3 does not have",
+        ),
+        (
+            json!({"messages": hello, "chat_template_kwargs": {"image_prompts": []}}),
+            "template arguments of a Kimi-K3 chat",
+        ),
+    ] {
+        assert_eq!(text(vllm, &body), Err(NoBlocks::Unsupported(what)), "{body}");
+    }
+}
+
+#[test]
+fn kimi_k3_segments_are_encoded_apart() {
+    let Some(prompter) = kimi_k3() else { return };
+    // As one text, the digits at the seams and the white space would join their neighbours.
+    let body = json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "12 "}, {"type": "text", "text": " 345"}]}], "chat_template_kwargs": {"thinking": false}});
+    let prompt = prompter.tokens(Endpoint::Chat, EngineRules::Sglang, body.to_string().as_bytes()).unwrap();
+    let segments = [
+        "<|open|>",
+        "message",
+        " role",
+        "=\"",
+        "user",
+        "\"",
+        "<|sep|>",
+        "12 ",
+        " 345",
+        "<|close|>",
+        "message",
+        "<|sep|>",
+        "<|end_of_msg|>",
+        "<|open|>",
+        "message",
+        " role",
+        "=\"",
+        "assistant",
+        "\"",
+        "<|sep|>",
+        "<|open|>",
+        "response",
+        "<|sep|>",
+    ];
+    let ids = |text: &str| {
+        let body = json!({"prompt": text}).to_string();
+        prompter.tokens(Endpoint::Completions, EngineRules::Vllm, body.as_bytes()).unwrap().ids
+    };
+    assert_eq!(prompt.text.as_deref(), Some(segments.concat().as_str()));
+    assert_eq!(prompt.ids, segments.iter().flat_map(|segment| ids(segment)).collect::<Vec<u32>>());
+    assert_ne!(prompt.ids, ids(&segments.concat()));
+    let blocks = prompter.blocks(Endpoint::Chat, EngineRules::Sglang, body.to_string().as_bytes(), 4).unwrap();
+    assert_eq!(blocks, prompt.blocks(4));
+}
+
 #[test]
 fn tiktoken_models_encode_as_the_kimi_wrapper_does() {
     let Some(ranks) = fetched("tiktoken", "tiktoken.model") else { return };
@@ -301,7 +502,7 @@ fn tiktoken_models_encode_as_the_kimi_wrapper_does() {
             };
             checked += 1;
             let body = json!({"prompt": text}).to_string();
-            let prompt = prompter.tokens(Endpoint::Completions, EngineRules::Vllm, body.as_bytes());
+            let prompt = prompter.tokens(Endpoint::Completions, EngineRules::Sglang, body.as_bytes());
             let prompt = match prompt {
                 Ok(prompt) => prompt,
                 Err(refusal) => {
@@ -318,9 +519,23 @@ fn tiktoken_models_encode_as_the_kimi_wrapper_does() {
             if !is_equal {
                 wrong.push(format!("{text:.200?}\n  ours   {:.200?}\n  theirs {}", prompt.ids, line["ids"]));
             }
-            let blocks = prompter.blocks(Endpoint::Completions, EngineRules::Vllm, body.as_bytes(), 16).unwrap();
+            let blocks = prompter.blocks(Endpoint::Completions, EngineRules::Sglang, body.as_bytes(), 16).unwrap();
             assert_eq!(blocks, prompt.blocks(16), "{text:.100?}");
         }
+        // vLLM takes added tokens out first: only a stretch between them can be too long.
+        let ids = |text: &str, engine| {
+            let body = json!({"prompt": text}).to_string();
+            prompter.tokens(Endpoint::Completions, engine, body.as_bytes()).unwrap().ids
+        };
+        let (vllm, sglang) = (EngineRules::Vllm, EngineRules::Sglang);
+        let part = "<|im_end|>ab";
+        assert_eq!(ids(&part.repeat(9_000), vllm), ids(part, vllm).repeat(9_000));
+        let (few, many) = ("ab".repeat(12_500), "ab".repeat(12_502));
+        assert_eq!(
+            ids(&format!("<|im_end|>{many}"), vllm),
+            [ids("<|im_end|>", vllm), ids(&few, vllm), ids("abab", vllm)].concat()
+        );
+        assert_eq!(ids(&many, vllm), ids(&many, sglang));
         all_equal("tiktoken", checked, &wrong);
     }
     let other = config.replace("tokenization_kimi", "tokenization_other");

@@ -93,6 +93,10 @@ impl Encoder {
         }
     }
 
+    pub fn has_forced_cuts(&self) -> bool {
+        self.has_forced_cuts
+    }
+
     /// Byte offsets inside a text at which two encodings meet, whatever the tokenizer would make of the whole.
     pub fn forced_cuts(&self, text: &str) -> Vec<usize> {
         if self.has_forced_cuts { tiktoken::forced_cuts(text) } else { Vec::new() }

@@ -7,6 +7,7 @@ pub mod extract;
 pub mod json;
 pub mod pool;
 
+mod ahead;
 mod block_maker;
 mod cache;
 mod content_form;
@@ -38,6 +39,7 @@ use std::sync::Arc;
 
 use crate::hash::{self, BlockHash};
 
+pub use ahead::Submit;
 pub use encoder::EncoderChoice;
 pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;

@@ -16,7 +16,7 @@ use super::template::ChatTemplate;
 use super::tree::Tree;
 use super::variant::Variant;
 use super::{
-    Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, PromptStats, hugging_face, responses, sglang, vllm,
+    Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, PromptStats, Submit, hugging_face, responses, sglang, vllm,
 };
 
 const WARM_UP_TEXT: &str = "Warm-up: the quick brown fox, 123 + 4.5, naïve 你好 😀\n\tfn main() {}";
@@ -204,6 +204,11 @@ impl Prompter {
         self.maker.finish(pending.0)
     }
 
+    /// Lets cold long texts be spread over `threads` other threads, which `submit` hands jobs to; the first call counts.
+    pub fn set_helpers(&self, threads: usize, submit: Submit) {
+        self.maker.set_helpers(threads, submit);
+    }
+
     /// Makes the encoder build what it keeps for each thread; the first text of a thread takes some 20 ms more without
     /// it. To be called on every thread that encodes, before it serves.
     pub fn warm_up(&self) {
@@ -252,7 +257,8 @@ impl Prompter {
             }
         }?;
         if rendered.cuts.is_empty() {
-            rendered.cuts = self.maker.encoder.forced_cuts(&rendered.text);
+            // vLLM goes through transformers, which takes added tokens out before the model's own encoder sees a text.
+            rendered.cuts = self.maker.forced_cuts(&rendered.text, engine == EngineRules::Vllm);
         }
         Ok(Rendered::Text(rendered))
     }
@@ -383,7 +389,7 @@ pub(super) fn token_ids(body: &[u8]) -> Result<Prompt, NoBlocks> {
     let body = Body::read(text)?;
     match given_ids(&body, EngineRules::Sglang) {
         Some(ids) => Ok(Prompt { text: None, ids }),
-        None if body.messages.is_none() && body.prompt.is_none() => Err(NoBlocks::NoPrompt),
+        None if body.messages.is_none() && body.prompt.is_none() && body.input.is_none() => Err(NoBlocks::NoPrompt),
         None => Err(NoBlocks::NoTokenizer),
     }
 }

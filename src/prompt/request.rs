@@ -46,6 +46,7 @@ pub struct Body<'a> {
     pub truncate_prompt_tokens: Option<Tree<'a>>,
     pub prompt_embeds: Option<Tree<'a>>,
     pub suffix: Option<Tree<'a>>,
+    pub response_format: Option<Tree<'a>>,
     /// SGLang: a task of the model's own, for DeepSeek-V4.
     pub task: Option<Tree<'a>>,
     /// Responses: what is to be answered, and what stands before it.
@@ -90,6 +91,7 @@ impl<'a> Body<'a> {
             "truncate_prompt_tokens" => &mut self.truncate_prompt_tokens,
             "prompt_embeds" => &mut self.prompt_embeds,
             "suffix" => &mut self.suffix,
+            "response_format" => &mut self.response_format,
             "task" => &mut self.task,
             "input" => &mut self.input,
             "instructions" => &mut self.instructions,

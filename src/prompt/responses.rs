@@ -70,6 +70,7 @@ fn for_vllm(body: Body<'_>) -> Result<Body<'_>, NoBlocks> {
     Ok(Body {
         messages: Some(Tree::List(messages.into_iter().map(Tree::Map).collect())),
         tools: vllm_tools(body.tools)?,
+        tool_choice: body.tool_choice,
         chat_template_kwargs: body.chat_template_kwargs,
         reasoning_effort: effort,
         add_generation_prompt: Some(Tree::Bool(!is_open)),

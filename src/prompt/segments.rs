@@ -77,17 +77,32 @@ impl Splitter {
         found.map(|at| from + at)
     }
 
-    /// Whether a text spells an added token.
-    pub fn has_token(&self, text: &str) -> bool {
-        let bytes = text.as_bytes();
-        let mut from = 0;
-        while let Some(at) = self.candidate(bytes, from) {
-            if self.tokens.find(Input::new(text).range(at..).anchored(Anchored::Yes)).is_some() {
-                return true;
+    /// Next added token at or behind `from`.
+    fn next_token(&self, text: &str, mut from: usize) -> Option<Range<usize>> {
+        while let Some(at) = self.candidate(text.as_bytes(), from) {
+            if let Some(token) = self.tokens.find(Input::new(text).range(at..).anchored(Anchored::Yes)) {
+                return Some(token.range());
             }
             from = at + 1;
         }
-        false
+        None
+    }
+
+    /// Whether a text spells an added token.
+    pub fn has_token(&self, text: &str) -> bool {
+        self.next_token(text, 0).is_some()
+    }
+
+    /// What lies between a text's added tokens.
+    pub fn stretches<'t>(&'t self, text: &'t str) -> impl Iterator<Item = Range<usize>> + 't {
+        let mut from = Some(0);
+        std::iter::from_fn(move || {
+            let start = from?;
+            let token = self.next_token(text, start);
+            let end = token.as_ref().map_or(text.len(), |token| token.start);
+            from = token.map(|token| token.end);
+            Some(start..end)
+        })
     }
 
     /// The pieces of a text, in order, without gaps; the last one ends with the text. `cuts` are byte offsets, in

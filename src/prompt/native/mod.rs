@@ -4,7 +4,8 @@
 //! |---|---|---|
 //! | `architectures[0]` has `DeepseekV4` | `deepseek_v4` | `deepseek_v4` |
 //! | `model_type` is `gpt_oss` | `harmony` | the template; Responses refused |
-//! | `DeepseekV32`, `DeepseekV41`, `KimiK3`, `Inkling` | refused by name | refused by name |
+//! | `architectures[0]` has `KimiK3` | `kimi_k3` | `kimi_k3` |
+//! | `DeepseekV32`, `DeepseekV41`, `Inkling` | refused by name | refused by name |
 //! | `DeepseekV3` without a template | no template | refused by name |
 //!
 //! Sources: `config/model.py` of vLLM (default tokenizer modes), `chat_encoding.py` of SGLang. A refusal is counted,
@@ -12,12 +13,15 @@
 
 mod deepseek_v4;
 mod harmony;
+mod kimi_k3;
 mod typescript;
+
+use std::borrow::Cow;
 
 use super::content_form::ContentForm;
 use super::model_files::ModelFiles;
-use super::request::{Body, Conversation};
-use super::tree::Tree;
+use super::request::{Body, Conversation, boolean, list, messages};
+use super::tree::{Map, Tree};
 use super::{Endpoint, EngineRules, NoBlocks, PrompterOptions, Variant, sglang, vllm};
 
 pub use harmony::Rendered;
@@ -32,6 +36,7 @@ pub enum Native {
         has_three_efforts: bool,
     },
     Harmony,
+    KimiK3,
     /// Known to be rendered in code by both engines, and not here; the text names it.
     Refused(&'static str),
 }
@@ -75,7 +80,7 @@ impl Native {
         } else if has("DeepseekV3") && files.templates.is_empty() {
             Some(Native::Refused("DeepSeek-V3 chats without a template"))
         } else if has("KimiK3") {
-            Some(Native::Refused("Kimi-K3 chats"))
+            Some(Native::KimiK3)
         } else if has("Inkling") {
             Some(Native::Refused("Inkling chats"))
         } else if model_type == "gpt_oss" {
@@ -90,6 +95,7 @@ impl Native {
         match self {
             Native::DeepseekV4 { .. } => "deepseek_v4",
             Native::Harmony => "harmony",
+            Native::KimiK3 => "kimi_k3",
             Native::Refused(what) => what,
         }
     }
@@ -115,6 +121,8 @@ impl Native {
                 Err(NoBlocks::Unsupported("Responses of a harmony model"))
             }
             (Native::Harmony, _) => harmony::render(body, &date()?, options.vllm_reads_reasoning_content),
+            (Native::KimiK3, EngineRules::Vllm) => vllm_k3(body, variant, options),
+            (Native::KimiK3, EngineRules::Sglang) => sglang_k3(body, variant),
             (Native::DeepseekV4 { .. }, EngineRules::Vllm) => {
                 let conversation =
                     vllm::conversation(body, ContentForm::Parts, KNOWS_DEVELOPER, &variant.kwargs, options)?;
@@ -184,4 +192,102 @@ fn sglang_chat(mut body: Body<'_>, variant: &Variant, has_three_efforts: bool) -
     };
     let text = deepseek_v4::render(&conversation, &settings)?;
     Ok(Rendered { text, suffix: conversation.suffix.take().map(|suffix| suffix.into_owned()), ..Rendered::default() })
+}
+
+/// `KimiK3Renderer` of vLLM: messages as for a template of text, tools as vLLM writes them.
+fn vllm_k3(mut body: Body<'_>, variant: &Variant, options: &PrompterOptions) -> Result<Rendered, NoBlocks> {
+    let response_format = body.response_format.take();
+    let has_tools = body.tools.as_ref().is_some_and(Tree::is_truthy);
+    let tool_choice = k3_choice(body.tool_choice.as_ref(), has_tools);
+    let mut conversation = vllm::conversation(body, ContentForm::Text, KNOWS_DEVELOPER, &variant.kwargs, options)?;
+    if conversation.continue_final_message {
+        return Err(NoBlocks::Unsupported("continue_final_message of a Kimi-K3 chat"));
+    }
+    let variables = std::mem::take(&mut conversation.variables);
+    let effort = variables.get("reasoning_effort").and_then(Tree::as_text);
+    let is_thinking = match variables.get("thinking").or(variables.get("enable_thinking")) {
+        Some(switch) => switch.is_truthy(),
+        None => effort != Some("none"),
+    };
+    let settings = kimi_k3::Settings {
+        is_thinking,
+        effort: k3_effort(&variables, effort.filter(|effort| *effort != "none"))?,
+        tools: conversation.tools.take().unwrap_or_default(),
+        tool_choice,
+        response_format,
+        opens_answer: conversation.add_generation_prompt,
+        has_aliases: true,
+    };
+    kimi_k3::render(&conversation, &settings)
+}
+
+/// The `kimi_k3` path of SGLang's `_encode_messages`: tools with the members that the request gives them.
+fn sglang_k3(mut body: Body<'_>, variant: &Variant) -> Result<Rendered, NoBlocks> {
+    if boolean(body.continue_final_message.as_ref(), false)? {
+        return Err(NoBlocks::Unsupported("continue_final_message of a Kimi-K3 chat"));
+    }
+    let response_format = body.response_format.take();
+    let tools = list(body.tools.take())?.unwrap_or_default();
+    let tools = tools.into_iter().map(tool_as_given).collect::<Result<Vec<_>, _>>()?;
+    let tool_choice = k3_choice(body.tool_choice.as_ref(), !tools.is_empty());
+    let mut turns = Vec::new();
+    for message in messages(body.messages)? {
+        let role = message.get("role").and_then(Tree::as_text);
+        let parts = matches!(message.get("content"), Some(Tree::List(parts)) if parts.len() > 1);
+        if role == Some("tool") && parts {
+            return Err(NoBlocks::Unsupported("a tool result of several parts"));
+        }
+        let mut turn = sglang::normalised(message, ContentForm::Parts)?;
+        if turn.get("role").and_then(Tree::as_text) == Some("developer") {
+            turn.set("role", Tree::text("system"));
+        }
+        turns.push(turn);
+    }
+    let mut variables =
+        sglang::variables(body.chat_template_kwargs, body.reasoning, body.reasoning_effort, "", &variant.kwargs)?;
+    let effort = variables.take("reasoning_effort");
+    let effort = effort.as_ref().and_then(Tree::as_text).filter(|effort| matches!(*effort, "low" | "high" | "max"));
+    let settings = kimi_k3::Settings {
+        is_thinking: variables.get("thinking").is_none_or(Tree::is_truthy),
+        effort: k3_effort(&variables, effort)?.into_owned().into(),
+        tools,
+        tool_choice,
+        response_format,
+        opens_answer: true,
+        has_aliases: false,
+    };
+    kimi_k3::render(&Conversation { messages: turns, ..Conversation::default() }, &settings)
+}
+
+/// The effort that a Kimi-K3 chat states: its own argument, else the request's, else `max`. Other arguments could
+/// change the prompt in ways that are not modelled.
+fn k3_effort<'v>(variables: &'v Map<'_>, effort: Option<&'v str>) -> Result<Cow<'v, str>, NoBlocks> {
+    const KNOWN: [&str; 4] = ["thinking", "enable_thinking", "thinking_effort", "reasoning_effort"];
+    if variables.0.iter().any(|(name, _)| !KNOWN.contains(&name.as_ref())) {
+        return Err(NoBlocks::Unsupported("template arguments of a Kimi-K3 chat"));
+    }
+    let given = variables.get("thinking_effort").filter(|effort| !effort.is_null());
+    match given.map_or(Some(effort.unwrap_or("max")), Tree::as_text) {
+        Some(effort @ ("low" | "high" | "max")) => Ok(effort.into()),
+        _ => Err(NoBlocks::Unsupported("a thinking effort that Kimi-K3 does not have")),
+    }
+}
+
+fn k3_choice(choice: Option<&Tree<'_>>, has_tools: bool) -> Option<&'static str> {
+    match choice.and_then(Tree::as_text).filter(|_| has_tools) {
+        Some("required") => Some("required"),
+        Some("none") => Some("none"),
+        _ => None,
+    }
+}
+
+/// A tool with those members of SGLang's typed model that the request sets (`exclude_unset`).
+fn tool_as_given(tool: Tree<'_>) -> Result<Tree<'_>, NoBlocks> {
+    let Tree::Map(mut tool) = tool else { return Err(NoBlocks::BadJson) };
+    let Some(Tree::Map(function)) = tool.get_mut("function") else { return Err(NoBlocks::BadJson) };
+    function
+        .0
+        .retain(|(name, _)| matches!(&**name, "description" | "name" | "parameters" | "strict" | "defer_loading"));
+    tool.0.retain(|(name, _)| matches!(&**name, "type" | "function" | "defer_loading"));
+    Ok(Tree::Map(tool))
 }
