@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use infera_router::prompt::{Endpoint, EngineRules, Prompter, PrompterOptions};
 use serde_json::json;
 
-/// Twice the work is linear, four times is quadratic.
-const RATIO_MAX: f64 = 3.0;
+/// Twice the work is linear, four times is quadratic; merging one endless word is a little more than linear.
+const RATIO_MAX: f64 = 3.5;
 
 /// Bytes of the larger text.
 const BYTES: usize = 500_000;
@@ -64,18 +64,19 @@ fn texts(bytes: usize) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The least CPU time of encoding a text, and its number of tokens.
+/// The least CPU time of encoding a text, and its number of tokens. Each run leaves out one more character at the
+/// start: an encoder that remembers words would answer the same text from memory.
 fn encoded(prompter: &Prompter, text: &str, runs: usize) -> (u64, usize) {
-    let body = json!({"prompt": text}).to_string();
     let mut tokens = 0;
-    let run = |_| {
-        let start = thread_cpu_ns();
+    let run = |(start, _)| {
+        let body = json!({"prompt": text[start..]}).to_string();
+        let before_ns = thread_cpu_ns();
         let prompt = prompter.tokens(Endpoint::Completions, EngineRules::Vllm, body.as_bytes());
-        let took = thread_cpu_ns() - start;
+        let took_ns = thread_cpu_ns() - before_ns;
         tokens = prompt.map_or(0, |prompt| prompt.ids.len());
-        took
+        took_ns
     };
-    let least = (0..runs).map(run).min().unwrap();
+    let least = text.char_indices().take(runs).map(run).min().unwrap();
     (least, tokens)
 }
 
@@ -85,7 +86,6 @@ fn check(name: &str) {
     prompter.warm_up();
     let mut wrong = Vec::new();
     for ((kind, small), (_, large)) in texts(BYTES / 2).into_iter().zip(texts(BYTES)) {
-        // The first run also fills the encoder's own caches for this kind of text.
         let (small_ns, small_tokens) = encoded(&prompter, &small, 4);
         let (large_ns, large_tokens) = encoded(&prompter, &large, 3);
         let ratio = large_ns as f64 / small_ns as f64;
