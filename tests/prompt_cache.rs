@@ -64,7 +64,7 @@ fn helping_threads_change_nothing() {
     let pool = std::sync::Arc::new(EncoderPool::start(3).unwrap());
     let asked = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let (weak, counter) = (std::sync::Arc::downgrade(&pool), asked.clone());
-    helped.set_helpers(
+    helped.set_volunteers(
         3,
         std::sync::Arc::new(move |job| {
             // Every fifth time as with a full queue.

@@ -1,6 +1,6 @@
-//! A cold long text spread over encoder threads: helpers encode pieces while the thread that leads joins them in order.
+//! A cold long text spread over encoder threads: volunteers encode pieces while the thread that leads joins them in order.
 //!
-//! Exact because pieces meet where a tokenizer cuts anyway (`segments`). Never waits for a helper to start: the leading
+//! Exact because pieces meet where a tokenizer cuts anyway (`segments`). Never waits for a volunteer to start: the leading
 //! thread encodes every piece that nobody has begun, so a full or dead pool costs nothing but the help.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ pub struct Ahead {
     text: Arc<Text>,
     pieces: Arc<[Piece]>,
     claimed: Box<[AtomicBool]>,
-    /// From here on helpers look for something to do.
+    /// From here on volunteers look for something to do.
     next: AtomicUsize,
     done: Mutex<Vec<Option<Ids>>>,
     changed: Condvar,
@@ -45,13 +45,13 @@ impl Drop for Filled<'_> {
 }
 
 impl Ahead {
-    /// Asks up to `helpers` threads to encode what lies behind piece `first`.
+    /// Asks up to `volunteers` threads to encode what lies behind piece `first`.
     pub fn start(
         encoder: &Arc<Encoder>,
         text: &Arc<Text>,
         pieces: &Arc<[Piece]>,
         first: usize,
-        helpers: usize,
+        volunteers: usize,
         submit: &Submit,
     ) -> Arc<Self> {
         let ahead = Arc::new(Self {
@@ -64,11 +64,11 @@ impl Ahead {
             done: Mutex::new(pieces.iter().map(|_| None).collect()),
             changed: Condvar::new(),
         });
-        for _ in 0..helpers {
-            // Weak: a helper that starts when all is over finds nothing.
-            let helper = Arc::downgrade(&ahead);
+        for _ in 0..volunteers {
+            // Weak: a volunteer that starts when all is over finds nothing.
+            let volunteer = Arc::downgrade(&ahead);
             let is_taken = submit(Box::new(move || {
-                if let Some(ahead) = helper.upgrade() {
+                if let Some(ahead) = volunteer.upgrade() {
                     ahead.help();
                 }
             }));
@@ -100,7 +100,7 @@ impl Ahead {
         self.encoder.encode_range(&self.text.text, self.pieces[place].range.clone(), &self.text.cuts)
     }
 
-    /// Ids of one piece: encoded here, or by the helper that has begun it.
+    /// Ids of one piece: encoded here, or by the volunteer that has begun it.
     pub fn ids(&self, place: usize) -> Ids {
         if self.claims(place) {
             return self.encoded(place);

@@ -16,7 +16,7 @@ use super::{NoBlocks, PromptBlocks, PromptStats, spare};
 const LONG_PIECE_BYTES: usize = 8 << 10;
 
 /// From so many new bytes on, in more than one piece, other encoder threads are asked to help.
-const HELPED_BYTES_MIN: usize = 64 << 10;
+const SHARED_BYTES_MIN: usize = 64 << 10;
 
 /// Spreads the names of one text's cuts over block sizes.
 const BLOCK_SIZE_FACTOR: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
@@ -64,7 +64,7 @@ impl Pending {
 pub struct BlockMaker {
     pub encoder: Arc<Encoder>,
     /// Other threads that can be asked to encode, and how many there are.
-    helpers: OnceLock<(usize, Submit)>,
+    volunteers: OnceLock<(usize, Submit)>,
     splitter: Option<Splitter>,
     cache: Option<PrefixCache>,
     flights: Flights,
@@ -80,7 +80,7 @@ impl BlockMaker {
     pub fn new(encoder: Encoder, splitter: Option<Splitter>, cache_bytes: usize) -> Self {
         Self {
             encoder: Arc::new(encoder),
-            helpers: OnceLock::new(),
+            volunteers: OnceLock::new(),
             cache: splitter.as_ref().and_then(|_| PrefixCache::new(cache_bytes)),
             splitter,
             flights: Flights::default(),
@@ -93,8 +93,8 @@ impl BlockMaker {
     }
 
     /// Lets cold long texts be spread over `threads` other threads; the first call counts.
-    pub fn set_helpers(&self, threads: usize, submit: Submit) {
-        let _ = self.helpers.set((threads, submit));
+    pub fn set_volunteers(&self, threads: usize, submit: Submit) {
+        let _ = self.volunteers.set((threads, submit));
     }
 
     /// Whether prompts of this model can be cut and remembered.
@@ -186,10 +186,10 @@ impl BlockMaker {
             })
             .collect();
         let first = works.iter().map(|work| work.next_piece).min().unwrap_or(pieces.len());
-        let ahead = match self.helpers.get() {
-            Some((threads, submit)) if new_bytes >= HELPED_BYTES_MIN && first + 1 < pieces.len() => {
-                let helpers = (*threads).min(pieces.len() - first - 1);
-                Some(Ahead::start(&self.encoder, &text, &pieces, first, helpers, submit))
+        let ahead = match self.volunteers.get() {
+            Some((threads, submit)) if new_bytes >= SHARED_BYTES_MIN && first + 1 < pieces.len() => {
+                let volunteers = (*threads).min(pieces.len() - first - 1);
+                Some(Ahead::start(&self.encoder, &text, &pieces, first, volunteers, submit))
             }
             _ => None,
         };

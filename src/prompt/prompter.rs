@@ -205,8 +205,8 @@ impl Prompter {
     }
 
     /// Lets cold long texts be spread over `threads` other threads, which `submit` hands jobs to; the first call counts.
-    pub fn set_helpers(&self, threads: usize, submit: Submit) {
-        self.maker.set_helpers(threads, submit);
+    pub fn set_volunteers(&self, threads: usize, submit: Submit) {
+        self.maker.set_volunteers(threads, submit);
     }
 
     /// Makes the encoder build what it keeps for each thread; the first text of a thread takes some 20 ms more without

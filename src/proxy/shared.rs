@@ -128,7 +128,7 @@ impl Shared {
             move |job: Box<dyn FnOnce() + Send>| shared.upgrade().is_some_and(|shared| shared.encoders.submit(job));
         let others = self.encoders.threads().saturating_sub(1);
         if let Some(prompter) = self.prompter.as_ref().filter(|_| others > 0) {
-            prompter.set_helpers(others, Arc::new(submit));
+            prompter.set_volunteers(others, Arc::new(submit));
         }
     }
 
