@@ -87,6 +87,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         started_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
     });
 
+    shared.share_encoders();
+
     let surface = if config.admin_listen.is_some() { Surface::Traffic } else { Surface::All };
     let serve = |surface: Surface| {
         let shared = shared.clone();

@@ -114,7 +114,11 @@ impl RouterService {
             Endpoint::Metrics => self.ask(ControlAsk::Metrics).await,
             Endpoint::CacheView(worker_id) => self.cache_view(worker_id, &request.target).await,
             Endpoint::WrongMethod(allow) => ApiError::WrongMethod { allow }.into_response(),
-            Endpoint::Unknown | Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Forward => {
+            Endpoint::Unknown
+            | Endpoint::ChatCompletions
+            | Endpoint::Completions
+            | Endpoint::Responses
+            | Endpoint::Forward => {
                 let path = request.target.split('?').next().unwrap_or_default();
                 ApiError::NotFound(format!("no such path: {} {path}", request.method)).into_response()
             }
@@ -180,7 +184,8 @@ impl Service for RouterService {
             return;
         }
         match endpoint {
-            endpoint @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Forward) => {
+            endpoint
+            @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward) => {
                 exchange::serve(self, endpoint, request, responder).await;
             }
             endpoint => {
