@@ -77,10 +77,14 @@ pub const REPLAY_HELD_BYTES_MAX: usize = 64 << 20;
 pub const ORPHAN_BLOCKS_MAX: usize = 16_384;
 
 /// Names of removed blocks that each worker and rank keeps, so that a late child still finds its parent.
-pub const TOMBSTONES_MAX: usize = 1_024;
+pub const TOMBSTONES_MAX: usize = 256;
 
-/// Blocks in one run of the radix index: bounds the copy that a change of one block costs.
-pub const RUN_BLOCKS_MAX: usize = 512;
+/// Blocks in one strand of the radix index, a power of two: a walk takes one step for each, and a strand's offsets have as
+/// many bits.
+pub const RUN_BLOCKS_MAX: usize = 1_024;
+
+/// Strands in the index; what does not fit is not credited.
+pub const STRANDS_MAX: usize = 1 << 22;
 
 /// Slots (worker and rank) in the index at one time.
 pub const SLOTS_MAX: usize = 60_000;

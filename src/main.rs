@@ -80,6 +80,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         settings: Settings {
             policy: config.policy,
             overlap_weight: config.kv_overlap_weight,
+            host_tier_weight: config.kv_host_tier_weight,
             retries_max: config.request_retries_max,
             disaggregation: config.disaggregation.clone(),
         },
@@ -111,11 +112,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     );
 
     let signal = signals.forever().next();
-    info!(
-        signal,
-        drain_timeout_s = config.drain_timeout.as_secs_f64(),
-        "draining: no new connections, running requests finish"
-    );
+    let drain_timeout_s = config.drain_timeout.as_secs_f64();
+    info!(signal, drain_timeout_s, "draining: no new connections, running requests finish");
     lifecycle.drain();
     engine.drain();
     let left = wait_for_requests(&engine, config.drain_timeout, &mut signals);

@@ -53,13 +53,14 @@ fn events_become_depth_and_a_worker_that_leaves_takes_them_along() {
     }
     ingest.fleet_updates.send(workers[1..].to_vec());
     wait_until("a gone", || depth(&ingest, "a:1", &prompt).is_none());
+    // Before the next life subscribes: the socket tells only of the first subscriber and of the last that leaves.
+    first.wait_subscription(0);
     first.send(&[Event::Store { tokens: &tokens(90_000, 4), from: 0 }]);
     wait_until("only b's blocks", || ingest.stats.index_blocks.get() == 5);
     assert_eq!(ingest.view.load().models_and_targets(), (1, 2));
 
     // The id comes back with an empty cache: no credit from its former life.
     ingest.fleet_updates.send(workers);
-    first.wait_subscription(0);
     first = first.subscribed();
     wait_depth(&ingest, "a:1", &prompt, 0);
     first.send(&[Event::Store { tokens: &prompt, from: 0 }]);

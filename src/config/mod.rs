@@ -64,6 +64,8 @@ pub struct Config {
     pub tokenizer_path: Option<PathBuf>,
     /// Weight of the cache term of the cost, finite and not negative.
     pub kv_overlap_weight: f64,
+    /// Worth of a block in host memory that follows the device prefix, 0 to 1 device blocks.
+    pub kv_host_tier_weight: f64,
     /// Given to the chat template where a request does not set the member.
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     /// Absent: the encoder pool's own default.

@@ -31,7 +31,7 @@ fn defaults_are_those_of_a_bare_metal_host() {
     let config = config(&[]);
     assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
     assert_eq!(config.policy, Policy::KvAware);
-    assert_eq!(config.kv_overlap_weight, 1.0);
+    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (1.0, 0.0));
     assert_eq!(config.request_retries_max, 1);
     assert_eq!(config.max_body_bytes, 64 << 20);
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
@@ -86,6 +86,14 @@ fn the_launchers_own_command_line_is_accepted() {
     assert_eq!((etcd.endpoints[0].as_str(), etcd.prefix.as_str()), ("http://etcd-0:2379", "/infera/workers/"));
     assert_eq!(config.warnings.len(), 1, "{:?}", config.warnings);
     assert!(config.warnings[0].contains("--nats-server has no effect"), "{:?}", config.warnings);
+}
+
+#[test]
+fn the_host_tier_weight_is_a_share() {
+    assert_eq!(config(&["--kv-host-tier-weight", "0.25"]).kv_host_tier_weight, 0.25);
+    for wrong in ["-0.1", "1.5", "NaN"] {
+        check_refused(&["--kv-host-tier-weight", wrong], 1, &["--kv-host-tier-weight must be a number from 0 to 1"]);
+    }
 }
 
 #[test]

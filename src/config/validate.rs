@@ -124,6 +124,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         policy: routing.policy,
         tokenizer_path: routing.tokenizer_path,
         kv_overlap_weight: routing.overlap_weight,
+        kv_host_tier_weight: routing.host_tier_weight,
         chat_template_kwargs: routing.chat_template_kwargs,
         encoder_threads: routing.encoder_threads,
         request_retries_max: routing.request_retries_max,
@@ -294,6 +295,7 @@ struct Routing {
     policy: Policy,
     tokenizer_path: Option<PathBuf>,
     overlap_weight: f64,
+    host_tier_weight: f64,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     encoder_threads: Option<usize>,
     request_retries_max: u32,
@@ -314,6 +316,10 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         ));
     }
     let overlap_weight = problems.weight("--kv-overlap-weight", arguments.kv_overlap_weight);
+    let host_tier_weight = arguments.kv_host_tier_weight;
+    if !(0.0..=1.0).contains(&host_tier_weight) {
+        problems.add(format!("--kv-host-tier-weight must be a number from 0 to 1 (got {host_tier_weight})"));
+    }
     let chat_template_kwargs = match arguments.kv_default_chat_template_kwargs.as_deref().map(str::trim) {
         None | Some("") => serde_json::Map::new(),
         Some(text) => match serde_json::from_str(text) {
@@ -335,6 +341,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         policy,
         tokenizer_path: arguments.router_tokenizer_path.clone(),
         overlap_weight,
+        host_tier_weight,
         chat_template_kwargs,
         encoder_threads,
         request_retries_max: arguments.request_max_retries,

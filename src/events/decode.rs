@@ -50,6 +50,7 @@ struct Fields<'a> {
     medium: Option<Medium>,
     group: Option<u16>,
     is_sparse: bool,
+    is_map: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -197,6 +198,7 @@ impl Decoder {
     }
 
     fn map_event<'a>(&mut self, cursor: &mut Cursor<'a>, length: usize, fields: &mut Fields<'a>) -> Result<(), Fault> {
+        fields.is_map = true;
         for _ in 0..length {
             let Head::Str(name) = cursor.head()? else { return Err(SkipReason::Malformed.into()) };
             let field = match name {
@@ -320,6 +322,7 @@ impl Decoder {
             block_size,
             copy: fields.copy(),
             identities: &self.identities,
+            may_report_hits: fields.is_map && fields.group.is_some(),
         }))
     }
 

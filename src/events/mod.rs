@@ -73,6 +73,9 @@ pub struct Stored<'a> {
     pub copy: CopyKey,
     /// Digest of adapter, salt and image keys for each block, 0 for a block without any. Empty when no block has any.
     pub identities: &'a [u64],
+    /// The event has the form of an engine that may store again what a request has only hit (vLLM's tagged maps with a
+    /// KV-cache group; SGLang's have none).
+    pub may_report_hits: bool,
 }
 
 /// One event that changes the mirror.

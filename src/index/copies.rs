@@ -1,27 +1,23 @@
-//! How many copies of a block an engine has announced, by medium and group; and the 16 bytes that a mirror keeps for each
-//! engine hash. Nearly every block has one kind of copy, so further kinds lie in a table on the side.
+//! How many copies of a block an engine has announced, by medium and group. Nearly every name has one to three copies of one
+//! or two kinds, which four bits in the table of names say; all else lies on the side.
 
 use hashbrown::HashMap;
 
+use super::names::State;
+use super::tree::Tiers;
 use crate::events::{CopyKey, EngineHash, Medium};
-use crate::hash::BlockHash;
 
 /// Counted copies of one block. The general form: any number of kinds.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Copies {
-    first: Option<CopyKey>,
-    count: u32,
-    #[allow(clippy::box_collection, reason = "one word in the common case, where the list is absent")]
-    others: Option<Box<Vec<(CopyKey, u32)>>>,
-}
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Copies(Vec<(CopyKey, u32)>);
 
 impl Copies {
     pub fn of(key: CopyKey) -> Self {
-        Self { first: Some(key), count: 1, others: None }
+        Self(vec![(key, 1)])
     }
 
     pub fn is_empty(&self) -> bool {
-        self.first.is_none() && self.others.is_none()
+        self.0.is_empty()
     }
 
     pub fn add(&mut self, key: CopyKey) {
@@ -29,133 +25,123 @@ impl Copies {
     }
 
     fn add_many(&mut self, key: CopyKey, count: u32) {
-        if self.first.is_none_or(|first| first == key) && !self.others_hold(key) {
-            self.first = Some(key);
-            self.count = self.count.saturating_add(count);
+        if count == 0 {
             return;
         }
-        let others = self.others.get_or_insert_default();
-        match others.iter_mut().find(|(other, _)| *other == key) {
+        match self.0.iter_mut().find(|(other, _)| *other == key) {
             Some((_, known)) => *known = known.saturating_add(count),
-            None => others.push((key, count)),
+            None => self.0.push((key, count)),
         }
-    }
-
-    fn others_hold(&self, key: CopyKey) -> bool {
-        self.others.as_ref().is_some_and(|others| others.iter().any(|(other, _)| *other == key))
     }
 
     /// Takes one copy away; one that was never announced changes nothing.
     pub fn remove(&mut self, key: CopyKey) -> bool {
-        if self.first == Some(key) {
-            self.count -= 1;
-            if self.count == 0 {
-                self.first = None;
-            }
-            return true;
-        }
-        let Some(others) = self.others.as_mut() else { return false };
-        let Some(at) = others.iter().position(|(other, _)| *other == key) else { return false };
-        others[at].1 -= 1;
-        if others[at].1 == 0 {
-            others.swap_remove(at);
-        }
-        if others.is_empty() {
-            self.others = None;
+        let Some(at) = self.0.iter().position(|(other, _)| *other == key) else { return false };
+        self.0[at].1 -= 1;
+        if self.0[at].1 == 0 {
+            self.0.swap_remove(at);
         }
         true
     }
 
-    pub fn absorb(&mut self, other: &Copies) {
-        other.for_each(|key, count| self.add_many(key, count));
+    pub fn for_each(&self, mut each: impl FnMut(CopyKey)) {
+        for (key, count) in &self.0 {
+            (0..*count).for_each(|_| each(*key));
+        }
     }
 
-    pub fn for_each(&self, mut each: impl FnMut(CopyKey, u32)) {
-        if let Some(key) = self.first {
-            each(key, self.count);
-        }
-        for (key, count) in self.others.iter().flat_map(|others| others.iter()) {
-            each(*key, *count);
-        }
+    fn tiers(&self) -> Tiers {
+        let device = self.0.iter().any(|(key, _)| key.medium == Medium::DEVICE);
+        Tiers { device, any: !self.0.is_empty() }
     }
 }
 
-/// Copies of kinds other than the one that [`Name`] has room for, by engine hash.
-pub(super) type MoreCopies = HashMap<EngineHash, Copies>;
+/// Copies by name, where four bits do not say it.
+type Odd = HashMap<EngineHash, Copies>;
 
-const IS_PLAIN: u32 = 1 << 31;
-const HAS_MORE: u32 = 1 << 30;
-const COUNT: u32 = HAS_MORE - 1;
+/// The state that points to [`Odd`].
+const ODD: State = 0b1111;
+const COUNT_MAX: u32 = 3;
 
-/// What one engine hash stands for. Without copies it is a tombstone: not visible, but still a possible parent.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Name {
-    block: BlockHash,
-    /// Meaningful while the count is not 0.
-    copy: CopyKey,
-    /// Count of `copy`, whether there are more kinds, and whether the block is plain.
-    bits: u32,
+/// Reads and changes the copies of one rank's names.
+#[derive(Debug, Default)]
+pub(super) struct CopyBook {
+    /// The two kinds that the four bits count, low bits first; the first two that were announced.
+    kinds: [Option<CopyKey>; 2],
+    odd: Odd,
 }
 
-impl Name {
-    /// A name without copies.
-    pub fn new(block: BlockHash, is_plain: bool) -> Self {
-        let copy = CopyKey { medium: Medium::DEVICE, group: CopyKey::NO_GROUP };
-        Self { block, copy, bits: if is_plain { IS_PLAIN } else { 0 } }
-    }
-
-    pub fn block(&self) -> BlockHash {
-        self.block
-    }
-
-    /// No adapter, salt or image on the block or an ancestor.
-    pub fn is_plain(&self) -> bool {
-        self.bits & IS_PLAIN != 0
-    }
-
-    pub fn is_visible(&self) -> bool {
-        self.bits & (HAS_MORE | COUNT) != 0
-    }
-
-    /// Lets the name stand for another block; the copies stay.
-    pub fn rebind(&mut self, block: BlockHash, is_plain: bool) {
-        self.block = block;
-        self.bits = self.bits & !IS_PLAIN | if is_plain { IS_PLAIN } else { 0 };
-    }
-
-    fn count(&self) -> u32 {
-        self.bits & COUNT
-    }
-
-    /// Adds copies; `engine` is the key of this name.
-    pub fn add(&mut self, engine: EngineHash, copies: &Copies, more: &mut MoreCopies) {
-        copies.for_each(|key, count| {
-            let is_free = self.bits & (HAS_MORE | COUNT) == 0;
-            if is_free || (self.count() > 0 && self.copy == key) {
-                self.copy = key;
-                let count = self.count().saturating_add(count).min(COUNT);
-                self.bits = self.bits & !COUNT | count;
-            } else {
-                more.entry(engine).or_default().add_many(key, count);
-                self.bits |= HAS_MORE;
+impl CopyBook {
+    pub fn tiers(&self, name: EngineHash, state: State) -> Tiers {
+        match state {
+            0 => Tiers::NONE,
+            ODD => self.odd.get(&name).map_or(Tiers::NONE, Copies::tiers),
+            _ => {
+                let is_device =
+                    |at: usize| count(state, at) > 0 && self.kinds[at].is_some_and(|key| key.medium == Medium::DEVICE);
+                Tiers { device: is_device(0) || is_device(1), any: true }
             }
-        });
+        }
     }
 
-    /// Takes one copy away; false, and no change, for one that was never announced.
-    pub fn remove(&mut self, engine: EngineHash, key: CopyKey, more: &mut MoreCopies) -> bool {
-        if self.count() > 0 && self.copy == key {
-            self.bits -= 1;
-            return true;
+    /// Whether at least one copy of this kind is announced.
+    pub fn holds(&self, name: EngineHash, state: State, key: CopyKey) -> bool {
+        match state {
+            ODD => self.odd.get(&name).is_some_and(|copies| copies.0.iter().any(|(other, _)| *other == key)),
+            _ => (0..self.kinds.len()).any(|kind| self.kinds[kind] == Some(key) && count(state, kind) > 0),
         }
-        let Some(copies) = more.get_mut(&engine).filter(|_| self.bits & HAS_MORE != 0) else { return false };
-        let removed = copies.remove(key);
-        if copies.is_empty() {
-            more.remove(&engine);
-            self.bits &= !HAS_MORE;
-        }
-        removed
     }
+
+    /// State of a name with one more copy; `state` is 0 for a name without any.
+    pub fn add(&mut self, name: EngineHash, state: State, key: CopyKey) -> State {
+        if state != ODD {
+            let kind = self.kinds.iter().position(|kind| kind.is_none_or(|kind| kind == key));
+            if let Some(kind) = kind
+                && count(state, kind) < COUNT_MAX
+            {
+                self.kinds[kind] = Some(key);
+                let more = state + (1 << (2 * kind));
+                if more != ODD {
+                    return more;
+                }
+            }
+            let copies = self.spelled(state);
+            self.odd.insert(name, copies);
+        }
+        self.odd.entry(name).or_default().add(key);
+        ODD
+    }
+
+    /// State of a name with one copy less; `None`, and no change, for a copy that was never announced.
+    pub fn remove(&mut self, name: EngineHash, state: State, key: CopyKey) -> Option<State> {
+        if state != ODD {
+            let kind = self.kinds.iter().position(|kind| *kind == Some(key))?;
+            return (count(state, kind) > 0).then(|| state - (1 << (2 * kind)));
+        }
+        let copies = self.odd.get_mut(&name)?;
+        if !copies.remove(key) {
+            return None;
+        }
+        if copies.is_empty() {
+            self.odd.remove(&name);
+            return Some(0);
+        }
+        Some(ODD)
+    }
+
+    fn spelled(&self, state: State) -> Copies {
+        let mut copies = Copies::default();
+        for (at, kind) in self.kinds.iter().enumerate() {
+            if let Some(kind) = kind {
+                copies.add_many(*kind, count(state, at));
+            }
+        }
+        copies
+    }
+}
+
+fn count(state: State, kind: usize) -> u32 {
+    u32::from(state >> (2 * kind) & 0b11)
 }
 
 #[cfg(test)]
@@ -168,29 +154,31 @@ mod tests {
     #[test]
     fn a_name_counts_like_a_plain_map() {
         let mut random = fastrand::Rng::with_seed(13);
-        let engine = EngineHash(9);
-        assert_eq!(size_of::<Name>(), 16);
-        for _ in 0..200 {
-            let mut more = MoreCopies::new();
-            let mut name = Name::new(BlockHash(1), random.bool());
-            let mut model: BTreeMap<u16, u32> = BTreeMap::new();
+        let name = EngineHash(9);
+        for round in 0..300 {
+            let mut book = CopyBook::default();
+            let mut state = 0;
+            let mut model: BTreeMap<(bool, u16), u32> = BTreeMap::new();
             for step in 0..100 {
-                let group = random.u16(0..3);
-                let key = CopyKey { medium: Medium::HOST, group };
+                let (is_device, group) = (random.bool(), random.u16(0..1 + round % 3));
+                let medium = if is_device { Medium::DEVICE } else { Medium::HOST };
+                let key = CopyKey { medium, group };
                 if random.u8(0..10) < if step < 50 { 6 } else { 3 } {
-                    name.add(engine, &Copies::of(key), &mut more);
-                    *model.entry(group).or_insert(0) += 1;
+                    state = book.add(name, state, key);
+                    *model.entry((is_device, group)).or_insert(0) += 1;
                 } else {
-                    let known = model.get(&group).copied().unwrap_or(0);
-                    assert_eq!(name.remove(engine, key, &mut more), known > 0);
-                    model.insert(group, known.saturating_sub(1));
+                    let known = model.get(&(is_device, group)).copied().unwrap_or(0);
+                    let removed = book.remove(name, state, key);
+                    assert_eq!(removed.is_some(), known > 0);
+                    state = removed.unwrap_or(state);
+                    model.insert((is_device, group), known.saturating_sub(1));
                 }
-                assert_eq!(name.is_visible(), model.values().any(|count| *count > 0));
-                let plain = random.bool();
-                name.rebind(BlockHash(step), plain);
-                assert_eq!((name.block(), name.is_plain()), (BlockHash(step), plain));
+                let any = model.values().any(|count| *count > 0);
+                let device = model.iter().any(|((is_device, _), count)| *is_device && *count > 0);
+                assert_eq!(book.tiers(name, state), Tiers { device, any });
+                assert_eq!(state != 0, any);
             }
-            assert_eq!(more.is_empty(), name.bits & HAS_MORE == 0);
+            assert_eq!(book.odd.is_empty(), state != ODD);
         }
     }
 }

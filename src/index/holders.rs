@@ -1,43 +1,44 @@
-//! The set of slots that hold a run: a few inline, or a bitset. One set has one form, so equality is equality of contents.
+//! The set of slots that hold a stretch of blocks: one word of bits while all slots lie in one, else a few slots
+//! inline, else a bitset. One set has one form, so equality is equality of contents.
 
-/// Slots kept inline before the set becomes a bitset.
+/// Slots kept inline, when they do not lie in one word, before the set becomes a bitset.
 const FEW: usize = 6;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Holders {
-    /// Sorted; unused places are 0.
+    /// Slots `64 * at ..` by bit; the empty set is this with nothing set and `at` 0.
+    Word { at: u16, bits: u64 },
+    /// Sorted, in more than one word; unused places are 0.
     Few { count: u8, slots: [u16; FEW] },
-    /// One bit per slot, without trailing zero words.
+    /// More than [`FEW`], in more than one word: one bit per slot, without trailing zero words.
     Bits(Box<[u64]>),
 }
 
 impl Default for Holders {
     fn default() -> Self {
-        Holders::Few { count: 0, slots: [0; FEW] }
+        Holders::Word { at: 0, bits: 0 }
     }
 }
 
 impl Holders {
     pub fn of(slot: u16) -> Self {
-        let mut holders = Self::default();
-        holders.insert(slot);
-        holders
+        Holders::Word { at: slot / 64, bits: 1 << (slot % 64) }
     }
 
+    #[inline]
     pub fn is_empty(&self) -> bool {
-        matches!(self, Holders::Few { count: 0, .. })
+        matches!(self, Holders::Word { bits: 0, .. })
     }
 
     /// Whether `slot` is the only holder.
+    #[inline]
     pub fn is_only(&self, slot: u16) -> bool {
-        matches!(self, Holders::Few { count: 1, slots } if slots[0] == slot)
+        matches!(self, Holders::Word { at, bits } if *at == slot / 64 && *bits == 1 << (slot % 64))
     }
 
+    #[inline]
     pub fn contains(&self, slot: u16) -> bool {
-        match self {
-            Holders::Few { count, slots } => slots[..usize::from(*count)].contains(&slot),
-            Holders::Bits(words) => words.get(usize::from(slot) / 64).is_some_and(|word| word >> (slot % 64) & 1 == 1),
-        }
+        self.word(usize::from(slot) / 64) >> (slot % 64) & 1 == 1
     }
 
     /// Returns whether the slot was not there before.
@@ -46,20 +47,9 @@ impl Holders {
             return false;
         }
         match self {
-            Holders::Few { count, slots } if usize::from(*count) < FEW => {
-                let length = usize::from(*count);
-                let at = slots[..length].partition_point(|other| *other < slot);
-                slots.copy_within(at..length, at + 1);
-                slots[at] = slot;
-                *count += 1;
-            }
-            Holders::Few { slots, .. } => {
-                let last = slots[FEW - 1].max(slot);
-                let mut words = vec![0u64; usize::from(last) / 64 + 1].into_boxed_slice();
-                for member in slots.iter().chain([&slot]) {
-                    words[usize::from(*member) / 64] |= 1 << (member % 64);
-                }
-                *self = Holders::Bits(words);
+            Holders::Word { at, bits } if *at == slot / 64 || *bits == 0 => {
+                *at = slot / 64;
+                *bits |= 1 << (slot % 64);
             }
             Holders::Bits(words) => {
                 let word = usize::from(slot) / 64;
@@ -69,6 +59,11 @@ impl Holders {
                     *words = longer;
                 }
                 words[word] |= 1 << (slot % 64);
+            }
+            Holders::Word { .. } | Holders::Few { .. } => {
+                let mut slots = self.slots();
+                slots.push(slot);
+                *self = Self::from_slots(slots);
             }
         }
         true
@@ -80,22 +75,23 @@ impl Holders {
             return false;
         }
         match self {
-            Holders::Few { count, slots } => {
-                let length = usize::from(*count);
-                let at = slots[..length].partition_point(|other| *other < slot);
-                slots.copy_within(at + 1..length, at);
-                slots[length - 1] = 0;
-                *count -= 1;
+            Holders::Word { at, bits } => {
+                *bits &= !(1 << (slot % 64));
+                if *bits == 0 {
+                    *at = 0;
+                }
+            }
+            Holders::Few { .. } => {
+                let mut slots = self.slots();
+                slots.retain(|other| *other != slot);
+                *self = Self::from_slots(slots);
             }
             Holders::Bits(words) => {
                 words[usize::from(slot) / 64] &= !(1 << (slot % 64));
                 let count: u32 = words.iter().map(|word| word.count_ones()).sum();
-                if count as usize <= FEW {
-                    let mut few = Self::default();
-                    self.for_each(|member| {
-                        few.insert(member);
-                    });
-                    *self = few;
+                let used = words.iter().filter(|word| **word != 0).count();
+                if count as usize <= FEW || used == 1 {
+                    *self = Self::from_slots(self.slots());
                 } else if let Some(used) = words.iter().rposition(|word| *word != 0)
                     && used + 1 < words.len()
                 {
@@ -106,18 +102,41 @@ impl Holders {
         true
     }
 
+    fn slots(&self) -> Vec<u16> {
+        let mut slots = Vec::new();
+        self.for_each(|slot| slots.push(slot));
+        slots
+    }
+
+    fn from_slots(mut slots: Vec<u16>) -> Self {
+        slots.sort_unstable();
+        let (Some(first), Some(last)) = (slots.first().copied(), slots.last().copied()) else { return Self::default() };
+        if first / 64 == last / 64 {
+            return Holders::Word { at: first / 64, bits: slots.iter().fold(0, |bits, slot| bits | 1 << (slot % 64)) };
+        }
+        if slots.len() <= FEW {
+            let mut few = [0; FEW];
+            few[..slots.len()].copy_from_slice(&slots);
+            return Holders::Few { count: slots.len() as u8, slots: few };
+        }
+        let mut words = vec![0u64; usize::from(last) / 64 + 1].into_boxed_slice();
+        for slot in slots {
+            words[usize::from(slot) / 64] |= 1 << (slot % 64);
+        }
+        Holders::Bits(words)
+    }
+
     pub fn for_each(&self, mut each: impl FnMut(u16)) {
-        match self {
-            Holders::Few { count, slots } => slots[..usize::from(*count)].iter().for_each(|slot| each(*slot)),
-            Holders::Bits(words) => {
-                for (at, word) in words.iter().enumerate() {
-                    let mut rest = *word;
-                    while rest != 0 {
-                        each((at * 64) as u16 + rest.trailing_zeros() as u16);
-                        rest &= rest - 1;
-                    }
-                }
+        let mut word = |at: usize, mut rest: u64| {
+            while rest != 0 {
+                each((at * 64) as u16 + rest.trailing_zeros() as u16);
+                rest &= rest - 1;
             }
+        };
+        match self {
+            Holders::Word { at, bits } => word(usize::from(*at), *bits),
+            Holders::Few { count, slots } => slots[..usize::from(*count)].iter().for_each(|slot| each(*slot)),
+            Holders::Bits(words) => words.iter().enumerate().for_each(|(at, bits)| word(at, *bits)),
         }
     }
 
@@ -125,6 +144,13 @@ impl Holders {
     #[inline]
     pub fn word(&self, at: usize) -> u64 {
         match self {
+            Holders::Word { at: own, bits } => {
+                if usize::from(*own) == at {
+                    *bits
+                } else {
+                    0
+                }
+            }
             Holders::Few { count, slots } => slots[..usize::from(*count)]
                 .iter()
                 .filter(|slot| usize::from(**slot) / 64 == at)
@@ -137,7 +163,8 @@ impl Holders {
     #[inline]
     pub fn word_count(&self) -> usize {
         match self {
-            Holders::Few { count: 0, .. } => 0,
+            Holders::Word { bits: 0, .. } => 0,
+            Holders::Word { at, .. } => usize::from(*at) + 1,
             Holders::Few { count, slots } => usize::from(slots[usize::from(*count) - 1]) / 64 + 1,
             Holders::Bits(words) => words.len(),
         }
@@ -152,6 +179,7 @@ mod tests {
 
     #[test]
     fn agrees_with_a_plain_set_and_has_one_form() {
+        assert_eq!(size_of::<Holders>(), 24);
         let mut random = fastrand::Rng::with_seed(7);
         let mut holders = Holders::default();
         let mut model = BTreeSet::new();
@@ -168,6 +196,7 @@ mod tests {
             assert_eq!(seen, model.iter().copied().collect::<Vec<_>>(), "step {step}");
             assert_eq!(holders.is_empty(), model.is_empty());
             assert_eq!(holders.contains(slot), model.contains(&slot));
+            assert_eq!(holders.is_only(slot), model.iter().eq([&slot]));
             let mut rebuilt = Holders::default();
             model.iter().rev().for_each(|slot| {
                 rebuilt.insert(*slot);

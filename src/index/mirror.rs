@@ -1,19 +1,20 @@
-//! One rank's view: the engine's names for blocks, their counted copies, and the router's block each name stands for.
+//! One rank's view: the engine's names for blocks, their counted copies, and the place in the tree each name stands for.
 //! Applies events to itself and to the shared tree. Everything here belongs to one (worker registration, rank); a block is
 //! visible while at least one announced copy, keyed (medium, group, engine hash), has not been removed.
 
-use std::collections::VecDeque;
-
 use hashbrown::HashMap;
-use hashbrown::hash_map::Entry as MapEntry;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::copies::{Copies, MoreCopies, Name};
+use super::copies::{Copies, CopyBook};
+use super::names::{Names, State};
 use super::orphans::Orphans;
-use super::tree::Tree;
+use super::tombstones::Tombstones;
+use super::tree::{Place, Tiers, Tree};
 use crate::events::{CopyKey, EngineHash, Event, Stored};
-use crate::hash::{BlockHash, ROOT, chain};
-use crate::limits::TOMBSTONES_MAX;
+use crate::hash::{self, BlockHash, ROOT};
+
+/// Stores from the root that are remembered of one message.
+const BATCH_ROOTS_MAX: usize = 1_024;
 
 /// What one event did, for the counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,39 +25,55 @@ pub struct Applied {
     pub orphaned: u64,
     /// Orphans that found their parent.
     pub joined: u64,
-    /// Orphans given up to stay within the bound.
+    /// Blocks given up to stay within a bound: orphans, or the tree's number of strands.
     pub orphans_dropped: u64,
+}
+
+/// Consecutive places of one strand, in the same memories.
+#[derive(Clone, Copy, Debug)]
+struct Stretch {
+    place: Place,
+    count: u32,
+    tiers: Tiers,
 }
 
 #[derive(Debug)]
 pub struct Mirror {
     slot: u16,
-    names: HashMap<EngineHash, Name>,
-    more_copies: MoreCopies,
-    /// Visible names beyond the first for one block (one content announced under two engine hashes).
-    aliases: HashMap<BlockHash, u32>,
+    names: Names,
+    copies: CopyBook,
+    /// Visible names beyond the first for one block (one content announced under two engine hashes): in device memory, in any.
+    aliases: HashMap<Place, [u32; 2]>,
     orphans: Orphans,
-    /// Removed names, oldest first; ones that came back are passed over.
-    tombstones: VecDeque<EngineHash>,
-    /// Blocks of the event at hand that became visible, consecutive, not in the tree yet; and what the first is chained onto.
-    fresh: Vec<BlockHash>,
-    fresh_parent: BlockHash,
-    gone: Vec<BlockHash>,
+    tombstones: Tombstones,
+    /// Blocks of the event at hand that became visible and that the tree does not know of yet.
+    fresh: Option<Stretch>,
+    gone: Vec<(Place, Tiers)>,
+    /// Router hashes of the event at hand.
+    chain: Vec<BlockHash>,
+    /// Names that stores from the root have begun with since the last [`Mirror::begin_batch`].
+    batch_roots: Vec<EngineHash>,
 }
 
 impl Mirror {
     pub fn new(slot: u16) -> Self {
         Self {
             slot,
-            names: HashMap::new(),
-            more_copies: MoreCopies::new(),
+            names: Names::default(),
+            copies: CopyBook::default(),
             aliases: HashMap::new(),
             orphans: Orphans::default(),
-            tombstones: VecDeque::new(),
-            fresh: Vec::new(),
-            fresh_parent: ROOT,
+            tombstones: Tombstones::default(),
+            fresh: None,
             gone: Vec::new(),
+            chain: Vec::new(),
+            batch_roots: Vec::new(),
         }
+    }
+
+    /// To be called before the events of each message: tells apart what [`Mirror::is_report_of_hits`] has to.
+    pub fn begin_batch(&mut self) {
+        self.batch_roots.clear();
     }
 
     pub fn apply(&mut self, tree: &mut Tree, event: &Event<'_>) -> Applied {
@@ -73,12 +90,10 @@ impl Mirror {
     /// Forgets everything; the slot has no trace in the tree afterwards. Returns the number of blocks that were visible.
     pub fn clear(&mut self, tree: &mut Tree) -> u64 {
         let held = u64::from(tree.held_count(self.slot));
-        tree.clear(self.slot, self.names.values().filter(|name| name.is_visible()).map(|name| name.block()));
-        self.names = HashMap::new();
-        self.more_copies = MoreCopies::new();
-        self.aliases = HashMap::new();
-        self.orphans.clear();
-        self.tombstones = VecDeque::new();
+        let names = std::mem::take(&mut self.names);
+        tree.clear(self.slot, names.iter().map(|(_, place, _)| place));
+        self.tombstones.clear(tree);
+        *self = Self::new(self.slot);
         held
     }
 
@@ -87,43 +102,44 @@ impl Mirror {
         self.orphans.len()
     }
 
+    /// Memory of the table of names, which is nearly all of a mirror's.
+    pub fn table_bytes(&self) -> usize {
+        self.names.bytes()
+    }
+
     /// Distinct visible blocks of the plain namespace, sorted. For inspection: walks the whole view.
-    pub fn plain_blocks(&self) -> Vec<BlockHash> {
-        let live = self.names.values().filter(|name| name.is_plain() && name.is_visible());
-        let mut blocks: Vec<BlockHash> = live.map(Name::block).collect();
+    pub fn plain_blocks(&self, tree: &Tree) -> Vec<BlockHash> {
+        let plain = self.names.iter().filter(|(_, place, _)| tree.is_plain(*place));
+        let mut blocks: Vec<BlockHash> = plain.map(|(_, place, _)| tree.block(place)).collect();
         blocks.sort_unstable();
         blocks.dedup();
         blocks
     }
 
+    /// Where a name's block lies, also of one that has lost its copies a short while ago.
+    fn place_of(&self, name: EngineHash) -> Option<Place> {
+        match self.names.find(name) {
+            Some(entry) => Some(self.names.place(entry)),
+            None => self.tombstones.find(name),
+        }
+    }
+
+    // Stores -----------------------------------------------------------------------------------------------------
+
     fn store(&mut self, tree: &mut Tree, stored: &Stored<'_>) -> Applied {
         let mut applied = Applied::default();
-        // What the next block is chained onto, as far as it is known.
-        let mut known = match stored.parent {
-            None => Some((ROOT, true)),
-            Some(parent) => self.names.get(&parent).map(|name| (name.block(), name.is_plain())),
-        };
-        let mut parent_engine = stored.parent;
-        let blocks = stored.hashes.iter().zip(stored.tokens.chunks_exact(stored.block_size));
-        for (at, (engine, tokens)) in blocks.enumerate() {
-            let identity = stored.identities.get(at).copied().unwrap_or(0);
-            if let Some((parent, parent_is_plain)) = known {
-                let block = chained(parent, identity, tokens);
-                let is_plain = parent_is_plain && identity == 0;
-                self.bind(tree, *engine, (block, is_plain), Copies::of(stored.copy), parent);
-                known = Some((block, is_plain));
-                applied.blocks_stored += 1;
-            } else if let Some(name) = self.names.get(engine) {
-                // The parent is forgotten, but the engine's name still says which block this is.
-                let revived = (name.block(), name.is_plain());
-                known = Some(revived);
-                self.bind(tree, *engine, revived, Copies::of(stored.copy), ROOT);
-                applied.blocks_stored += 1;
-            } else if let Some(parent) = parent_engine {
-                applied.orphans_dropped += self.orphans.insert(*engine, parent, tokens, identity, stored.copy);
-                applied.orphaned += 1;
+        if stored.parent.is_none() {
+            if stored.may_report_hits && self.is_report_of_hits(stored) {
+                return applied;
             }
-            parent_engine = Some(*engine);
+            if self.batch_roots.len() < BATCH_ROOTS_MAX {
+                self.batch_roots.extend(stored.hashes.first());
+            }
+        }
+        match stored.parent.map(|parent| self.place_of(parent)) {
+            Some(None) => self.store_detached(tree, stored, &mut applied),
+            Some(Some(parent)) => self.store_chain(tree, stored, Some(parent), &mut applied),
+            None => self.store_chain(tree, stored, None, &mut applied),
         }
         self.flush(tree);
         if !self.orphans.is_empty() {
@@ -134,50 +150,179 @@ impl Mirror {
         applied
     }
 
-    /// Gives a name its block, plain or not, and more copies. A name that stood for another block leaves that one.
-    fn bind(
-        &mut self,
-        tree: &mut Tree,
-        engine: EngineHash,
-        (block, is_plain): (BlockHash, bool),
-        mut copies: Copies,
-        parent: BlockHash,
-    ) {
-        if !self.orphans.is_empty()
-            && let Some(orphan) = self.orphans.take(engine)
-        {
-            copies.absorb(&orphan.copies);
-        }
-        let name = self.names.entry(engine).or_insert_with(|| Name::new(block, is_plain));
-        let (was_visible, former) = (name.is_visible(), name.block());
-        name.add(engine, &copies, &mut self.more_copies);
-        name.rebind(block, is_plain);
-        let is_visible = name.is_visible();
-        let has_moved = was_visible && former != block;
-        if has_moved {
-            self.flush(tree);
-            self.release(former);
-            self.drop_gone(tree);
-        }
-        let became_visible = is_visible && (has_moved || !was_visible);
-        if !became_visible {
-            self.flush(tree);
-            return;
-        }
-        if self.fresh.is_empty() {
-            self.fresh_parent = parent;
-        }
-        self.fresh.push(block);
+    /// Whether a store only says that a request has hit these blocks, and no copy came to be.
+    ///
+    /// vLLM's full report mode (since 0.32) stores the hit prefix of a request again, from the root on. Real second copies
+    /// are stored from the root too, when two requests compute one prompt in the same step; but then the first has come in
+    /// the same message, whereas hits were there before it. So: from the root, every block visible, and no store of this
+    /// message has begun with the same block.
+    ///
+    /// Its error: a request that may not read the cache (prompt log-probabilities) computes copies that this rule takes for
+    /// a report. The first of two evictions then hides the block, which costs credit until the block is stored again;
+    /// credit that is not due is never given, and nothing leaks.
+    fn is_report_of_hits(&self, stored: &Stored<'_>) -> bool {
+        let has_begun = stored.hashes.first().is_some_and(|first| self.batch_roots.contains(first));
+        !has_begun
+            && stored.hashes.iter().all(|name| {
+                self.names
+                    .find(*name)
+                    .is_some_and(|entry| self.copies.holds(*name, self.names.state(entry), stored.copy))
+            })
     }
 
-    /// Puts the blocks that have become visible into the tree.
-    fn flush(&mut self, tree: &mut Tree) {
-        if self.fresh.is_empty() {
+    /// Blocks chained onto a known parent (`None`: the root).
+    fn store_chain(&mut self, tree: &mut Tree, stored: &Stored<'_>, parent: Option<Place>, applied: &mut Applied) {
+        // The loads of all buckets overlap here, and with the hashing; one after the other they would be most of the cost.
+        let touched = stored.hashes.iter().fold(0, |sum, name| sum ^ self.names.touch(*name));
+        std::hint::black_box(touched);
+        let mut chain = std::mem::take(&mut self.chain);
+        chain.clear();
+        let mut hash = parent.map_or(ROOT, |parent| tree.block(parent));
+        let mut plain_count = if parent.is_none_or(|parent| tree.is_plain(parent)) { usize::MAX } else { 0 };
+        if stored.identities.is_empty() {
+            chain.extend(stored.tokens.chunks_exact(stored.block_size).map(|tokens| {
+                hash = hash::chain(hash, tokens);
+                hash
+            }));
+        } else {
+            let blocks = stored.tokens.chunks_exact(stored.block_size).zip(stored.identities);
+            for (at, (tokens, identity)) in blocks.enumerate() {
+                plain_count = if *identity == 0 { plain_count } else { plain_count.min(at) };
+                hash = chained(hash, *identity, tokens);
+                chain.push(hash);
+            }
+        }
+        let mut place = parent;
+        for (at, (engine, block)) in stored.hashes.iter().zip(&chain).enumerate() {
+            place = tree.child(place, *block, at < plain_count, chain.len() - 1 - at);
+            let Some(place) = place else {
+                applied.orphans_dropped += (chain.len() - at) as u64;
+                break;
+            };
+            self.bind(tree, *engine, place, stored.copy);
+            applied.blocks_stored += 1;
+        }
+        self.chain = chain;
+    }
+
+    /// Blocks whose first parent is not known. One that has a name all the same is its own anchor.
+    fn store_detached(&mut self, tree: &mut Tree, stored: &Stored<'_>, applied: &mut Applied) {
+        let Some(mut parent_engine) = stored.parent else { return };
+        let mut known: Option<Place> = None;
+        let blocks = stored.hashes.iter().zip(stored.tokens.chunks_exact(stored.block_size));
+        for (at, (engine, tokens)) in blocks.enumerate() {
+            let identity = stored.identities.get(at).copied().unwrap_or(0);
+            let place = match known {
+                Some(parent) => {
+                    let block = chained(tree.block(parent), identity, tokens);
+                    let is_plain = tree.is_plain(parent) && identity == 0;
+                    let place = tree.child(Some(parent), block, is_plain, 0);
+                    applied.orphans_dropped += u64::from(place.is_none());
+                    place
+                }
+                None => self.place_of(*engine),
+            };
+            match place {
+                Some(place) => {
+                    self.bind(tree, *engine, place, stored.copy);
+                    applied.blocks_stored += 1;
+                }
+                None => {
+                    applied.orphans_dropped +=
+                        self.orphans.insert(*engine, parent_engine, tokens, identity, stored.copy);
+                    applied.orphaned += 1;
+                }
+            }
+            known = place;
+            parent_engine = *engine;
+        }
+    }
+
+    /// Gives a name its place and one more copy, and the copies it may have as an orphan.
+    fn bind(&mut self, tree: &mut Tree, engine: EngineHash, place: Place, copy: CopyKey) {
+        if !self.orphans.is_empty()
+            && let Some(mut orphan) = self.orphans.take(engine)
+        {
+            orphan.copies.add(copy);
+            self.bind_copies(tree, engine, place, &orphan.copies);
             return;
         }
+        match self.names.find(engine) {
+            None => {
+                let state = self.copies.add(engine, 0, copy);
+                self.names.insert(engine, place, state);
+                let tiers = self.copies.tiers(engine, state);
+                self.appear(tree, place, tiers);
+            }
+            Some(entry) => {
+                let former = self.names.state(entry);
+                let before = self.copies.tiers(engine, former);
+                let state = self.copies.add(engine, former, copy);
+                self.rebind(tree, engine, (place, state), before);
+            }
+        }
+    }
+
+    /// The same for any number of copies, also none: then the name is only a possible parent.
+    fn bind_copies(&mut self, tree: &mut Tree, engine: EngineHash, place: Place, copies: &Copies) {
+        let former = self.names.find(engine).map_or(0, |entry| self.names.state(entry));
+        let before = self.copies.tiers(engine, former);
+        let mut state = former;
+        copies.for_each(|key| state = self.copies.add(engine, state, key));
+        if former != 0 {
+            self.rebind(tree, engine, (place, state), before);
+        } else if state == 0 {
+            self.flush(tree);
+            self.tombstones.bury(tree, engine, place);
+        } else {
+            self.names.insert(engine, place, state);
+            let tiers = self.copies.tiers(engine, state);
+            self.appear(tree, place, tiers);
+        }
+    }
+
+    /// A known name, which showed its block in `before`, has more copies and perhaps another place; then it leaves the
+    /// former one.
+    fn rebind(&mut self, tree: &mut Tree, engine: EngineHash, (place, state): (Place, State), before: Tiers) {
+        let Some(entry) = self.names.find(engine) else { return };
+        let former = self.names.place(entry);
+        self.names.set(entry, place, state);
+        let tiers = self.copies.tiers(engine, state);
+        if former == place {
+            self.appear(tree, place, tiers.without(before));
+            return;
+        }
+        // First held at the new place, then released at the old: the other way round, a place not held yet might go.
+        self.appear(tree, place, tiers);
+        self.flush(tree);
+        self.release(former, before);
+        self.drop_gone(tree);
+    }
+
+    /// A name has come to show its block in `tiers`; the tree learns it with the neighbours.
+    fn appear(&mut self, tree: &mut Tree, place: Place, tiers: Tiers) {
+        if tiers.is_none() {
+            return;
+        }
+        if let Some(fresh) = &mut self.fresh {
+            let last = Place(fresh.place.0 + fresh.count - 1);
+            if fresh.tiers == tiers && last.is_followed_by(place) {
+                fresh.count += 1;
+                return;
+            }
+        }
+        self.flush(tree);
+        self.fresh = Some(Stretch { place, count: 1, tiers });
+    }
+
+    fn flush(&mut self, tree: &mut Tree) {
+        let Some(fresh) = self.fresh.take() else { return };
         let aliases = &mut self.aliases;
-        tree.insert(self.slot, self.fresh_parent, &self.fresh, |block| *aliases.entry(block).or_insert(0) += 1);
-        self.fresh.clear();
+        tree.hold(self.slot, fresh.place, fresh.count, fresh.tiers, |place, tiers| {
+            let counts = aliases.entry(place).or_default();
+            counts[0] += u32::from(tiers.device);
+            counts[1] += u32::from(tiers.any);
+        });
     }
 
     /// Joins everything that waited for `engine`, and what waited for that.
@@ -185,76 +330,95 @@ impl Mirror {
         let mut joined = 0;
         let mut known = vec![engine];
         while let Some(parent_engine) = known.pop() {
-            let Some((parent, parent_is_plain)) =
-                self.names.get(&parent_engine).map(|name| (name.block(), name.is_plain()))
-            else {
-                continue;
-            };
+            let Some(parent) = self.place_of(parent_engine) else { continue };
+            // A tombstone may be the oldest, and a child without copies takes the oldest one's room.
+            tree.pin(parent);
             for (child, orphan) in self.orphans.take_children(parent_engine) {
-                let block = chained(parent, orphan.identity, &orphan.tokens);
-                let is_plain = parent_is_plain && orphan.identity == 0;
-                self.bind(tree, child, (block, is_plain), orphan.copies, parent);
+                let block = chained(tree.block(parent), orphan.identity, &orphan.tokens);
+                let is_plain = tree.is_plain(parent) && orphan.identity == 0;
+                let Some(place) = tree.child(Some(parent), block, is_plain, 0) else { continue };
+                self.bind_copies(tree, child, place, &orphan.copies);
                 self.flush(tree);
                 joined += 1;
                 known.push(child);
             }
+            tree.unpin(parent);
         }
         joined
     }
 
+    // Removals ---------------------------------------------------------------------------------------------------
+
     fn remove(&mut self, tree: &mut Tree, hashes: &[EngineHash], copy: CopyKey) -> Applied {
         let mut applied = Applied::default();
+        let touched = hashes.iter().fold(0, |sum, name| sum ^ self.names.touch(*name));
+        std::hint::black_box(touched);
         for engine in hashes {
-            let Some(name) = self.names.get_mut(engine) else {
+            let Some(entry) = self.names.find(*engine) else {
                 self.orphans.remove_copy(*engine, copy);
                 continue;
             };
-            if !name.remove(*engine, copy, &mut self.more_copies) || name.is_visible() {
-                continue;
+            let (place, state) = (self.names.place(entry), self.names.state(entry));
+            let before = self.copies.tiers(*engine, state);
+            let Some(left) = self.copies.remove(*engine, state, copy) else { continue };
+            if left == 0 {
+                self.names.remove(entry);
+                self.tombstones.bury(tree, *engine, place);
+                applied.blocks_removed += 1;
+            } else {
+                self.names.set(entry, place, left);
             }
-            let block = name.block();
-            applied.blocks_removed += 1;
-            self.release(block);
-            self.bury(*engine);
+            let lost = before.without(self.copies.tiers(*engine, left));
+            self.release(place, lost);
         }
         self.drop_gone(tree);
         applied
     }
 
-    /// One visible name of the block is gone; the block goes with the last.
-    fn release(&mut self, block: BlockHash) {
-        if self.aliases.is_empty() {
-            self.gone.push(block);
+    /// One name shows its block no more in `tiers`; the block goes with the last name.
+    fn release(&mut self, place: Place, mut tiers: Tiers) {
+        if tiers.is_none() {
             return;
         }
-        match self.aliases.entry(block) {
-            MapEntry::Occupied(mut occupied) if *occupied.get() > 1 => *occupied.get_mut() -= 1,
-            MapEntry::Occupied(occupied) => {
-                occupied.remove();
+        if !self.aliases.is_empty()
+            && let Some(counts) = self.aliases.get_mut(&place)
+        {
+            if tiers.device && counts[0] > 0 {
+                counts[0] -= 1;
+                tiers.device = false;
             }
-            MapEntry::Vacant(_) => self.gone.push(block),
+            if tiers.any && counts[1] > 0 {
+                counts[1] -= 1;
+                tiers.any = false;
+            }
+            if *counts == [0, 0] {
+                self.aliases.remove(&place);
+            }
+        }
+        if !tiers.is_none() {
+            self.gone.push((place, tiers));
         }
     }
 
+    /// Tells the tree, one stretch at a time: engines remove neighbours together, leaf first or root first.
     fn drop_gone(&mut self, tree: &mut Tree) {
-        tree.remove(self.slot, &self.gone);
+        let mut at = 0;
+        while let Some((first, tiers)) = self.gone.get(at).copied() {
+            let rest = &self.gone[at..];
+            let follows = |back: bool| {
+                let is_next = |pair: &[(Place, Tiers)]| {
+                    let (one, two) = if back { (pair[1].0, pair[0].0) } else { (pair[0].0, pair[1].0) };
+                    pair[1].1 == tiers && one.is_followed_by(two)
+                };
+                1 + rest.windows(2).take_while(|pair| is_next(pair)).count()
+            };
+            let (ascending, descending) = (follows(false), follows(true));
+            let count = ascending.max(descending);
+            let place = if ascending >= descending { first } else { rest[count - 1].0 };
+            tree.release(self.slot, place, count as u32, tiers);
+            at += count;
+        }
         self.gone.clear();
-    }
-
-    /// Keeps a removed name for a while, within the bound.
-    fn bury(&mut self, engine: EngineHash) {
-        self.tombstones.push_back(engine);
-        while self.tombstones.len() > TOMBSTONES_MAX {
-            let Some(oldest) = self.tombstones.pop_front() else { break };
-            if let MapEntry::Occupied(occupied) = self.names.entry(oldest)
-                && !occupied.get().is_visible()
-            {
-                occupied.remove();
-            }
-        }
-        if self.names.capacity() > 8 * TOMBSTONES_MAX && self.names.len() < self.names.capacity() / 8 {
-            self.names.shrink_to(self.names.len() * 2);
-        }
     }
 }
 
@@ -262,10 +426,10 @@ impl Mirror {
 /// namespace of their own and never match a prompt without that identity.
 pub fn chained(parent: BlockHash, identity: u64, tokens: &[u32]) -> BlockHash {
     if identity == 0 {
-        return chain(parent, tokens);
+        return hash::chain(parent, tokens);
     }
     let mut bytes = [0u8; 16];
     bytes[..8].copy_from_slice(&parent.0.to_le_bytes());
     bytes[8..].copy_from_slice(&identity.to_le_bytes());
-    chain(BlockHash(xxh3_64(&bytes)), tokens)
+    hash::chain(BlockHash(xxh3_64(&bytes)), tokens)
 }

@@ -1,16 +1,22 @@
 //! The mirror of every worker's KV cache and the radix snapshot that shards read. Knows blocks and slots; never knows a
 //! request, a socket or a clock.
 //!
-//! Chained hashes make every block's place in the tree unique, so the tree needs no edges: runs of consecutive blocks with
-//! the same holders lie in one table under the hash of their first block, and a walk finds the next run by the next block of
-//! the query. A branch therefore splits nothing; only holders that differ do, and runs that become alike are joined again.
+//! Chained hashes make every block's place in the tree unique, so the tree needs no edges: strands of consecutive blocks lie
+//! in one table under the hash of their first block, and a walk finds the next strand by the next block of the query. A
+//! branch cuts nothing, and neither do holders that differ: each strand says which slots hold which stretch of it.
+//!
+//! What a (worker, block) membership costs, in bytes: name and place in the mirror 12.8, at a filling of 69 to 86 % 15 to
+//! 19; and each distinct block its hash, 8, at a filling of 80 to 100 %.
 
 mod copies;
 pub mod holders;
 pub mod mirror;
+mod names;
 mod orphans;
 pub mod snapshot;
+mod spans;
 mod table;
+mod tombstones;
 pub mod tree;
 pub mod view;
 

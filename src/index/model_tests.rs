@@ -40,6 +40,7 @@ impl Engine {
             block_size: BLOCK_SIZE,
             copy: DEVICE,
             identities: &[],
+            may_report_hits: false,
         };
         for block in &blocks[from..to] {
             *self.copies.entry(*block).or_insert(0) += 1;
@@ -103,7 +104,7 @@ fn check(tree: &mut Tree, engines: &[Engine], prompts: &[Vec<u32>], hits: &mut H
     }
     for engine in engines {
         assert_eq!(tree.held_count(engine.slot) as usize, engine.copies.len(), "{what}");
-        assert_eq!(engine.mirror.plain_blocks(), engine.copies.keys().copied().collect::<Vec<_>>(), "{what}");
+        assert_eq!(engine.mirror.plain_blocks(tree), engine.copies.keys().copied().collect::<Vec<_>>(), "{what}");
     }
 }
 
@@ -258,8 +259,15 @@ fn one_content_under_two_names_goes_with_the_last() {
     let mut mirror = Mirror::new(1);
     for name in [5, 6] {
         let hashes = [EngineHash(name)];
-        let stored =
-            Stored { hashes: &hashes, parent: None, tokens: &tokens, block_size: 2, copy: DEVICE, identities: &[] };
+        let stored = Stored {
+            hashes: &hashes,
+            parent: None,
+            tokens: &tokens,
+            block_size: 2,
+            copy: DEVICE,
+            identities: &[],
+            may_report_hits: false,
+        };
         mirror.apply(&mut tree, &Event::Stored(stored));
     }
     for (name, left) in [(5, 1), (5, 1), (6, 0)] {
@@ -275,10 +283,17 @@ fn a_name_that_moves_takes_its_block_along() {
     let mut mirror = Mirror::new(1);
     let mut store = |tree: &mut Tree, name: u64, tokens: [u32; 2]| {
         let hashes = [EngineHash(name)];
-        let stored =
-            Stored { hashes: &hashes, parent: None, tokens: &tokens, block_size: 2, copy: DEVICE, identities: &[] };
+        let stored = Stored {
+            hashes: &hashes,
+            parent: None,
+            tokens: &tokens,
+            block_size: 2,
+            copy: DEVICE,
+            identities: &[],
+            may_report_hits: false,
+        };
         mirror.apply(tree, &Event::Stored(stored));
-        mirror.plain_blocks()
+        mirror.plain_blocks(tree)
     };
     store(&mut tree, 5, [1, 2]);
     assert_eq!(store(&mut tree, 5, [3, 4]), prompt_blocks(&[3, 4], 2));
@@ -298,7 +313,15 @@ fn media_and_groups_are_counted_apart() {
     let host = CopyKey { medium: Medium::HOST, group: CopyKey::NO_GROUP };
     let group = CopyKey { medium: Medium::DEVICE, group: 1 };
     for copy in [DEVICE, host, DEVICE, group] {
-        let stored = Stored { hashes: &hashes, parent: None, tokens: &tokens, block_size: 2, copy, identities: &[] };
+        let stored = Stored {
+            hashes: &hashes,
+            parent: None,
+            tokens: &tokens,
+            block_size: 2,
+            copy,
+            identities: &[],
+            may_report_hits: false,
+        };
         mirror.apply(&mut tree, &Event::Stored(stored));
     }
     for (copy, left) in [(DEVICE, 1), (host, 1), (host, 1), (DEVICE, 1), (DEVICE, 1), (group, 0)] {
@@ -313,11 +336,18 @@ fn blocks_with_an_identity_and_their_children_never_give_plain_credit() {
     let mut tree = Tree::default();
     let mut mirror = Mirror::new(1);
     let hashes = [EngineHash(1), EngineHash(2), EngineHash(3)];
-    let stored =
-        Stored { hashes: &hashes, parent: None, tokens: &prompt, block_size: 2, copy: DEVICE, identities: &[0, 77, 0] };
+    let stored = Stored {
+        hashes: &hashes,
+        parent: None,
+        tokens: &prompt,
+        block_size: 2,
+        copy: DEVICE,
+        identities: &[0, 77, 0],
+        may_report_hits: false,
+    };
     mirror.apply(&mut tree, &Event::Stored(stored));
     assert_eq!(depths(&mut tree, &prompt), [(1, 1)]);
-    assert_eq!((tree.held_count(1), mirror.plain_blocks().len()), (3, 1));
+    assert_eq!((tree.held_count(1), mirror.plain_blocks(&tree).len()), (3, 1));
     let first = prompt_blocks(&prompt, 2)[0];
     let second = chained(first, 77, &prompt[2..4]);
     let mut hits = Hits::new();
@@ -375,6 +405,155 @@ fn split_runs_are_joined_again() {
             second.remove(&mut tree, &[block]);
         }
         tree.check();
-        assert_eq!(tree.run_count(), 1, "seed {seed}");
+        assert_eq!((tree.run_count(), tree.span_count()), (1, 1), "seed {seed}");
     }
+}
+
+fn stored<'a>(hashes: &'a [EngineHash], parent: Option<u64>, tokens: &'a [u32], copy: CopyKey) -> Stored<'a> {
+    let parent = parent.map(EngineHash);
+    Stored { hashes, parent, tokens, block_size: 2, copy, identities: &[], may_report_hits: true }
+}
+
+/// vLLM's full report mode: hits are stored again, from the root on and in a later message, and there is no new copy of them.
+/// Two requests that compute one prompt in the same step do make two copies, and both stores are in one message.
+#[test]
+fn reports_of_hits_are_no_copies_and_copies_of_one_step_are() {
+    let prompt: Vec<u32> = (1..=8).collect();
+    let names: Vec<EngineHash> = (11..15).map(EngineHash).collect();
+    let mut tree = Tree::default();
+    let mut mirror = Mirror::new(1);
+    let mut message = |tree: &mut Tree, events: &[Event<'_>]| {
+        mirror.begin_batch();
+        events.iter().for_each(|event| {
+            mirror.apply(tree, event);
+        });
+        tree.held_count(1)
+    };
+    let head = Event::Stored(stored(&names[..2], None, &prompt[..4], DEVICE));
+    let next = Event::Stored(stored(&names[2..3], Some(12), &prompt[4..6], DEVICE));
+    let remove = Event::Removed { hashes: &names[..2], copy: DEVICE };
+    assert_eq!(message(&mut tree, &[head]), 2);
+    assert_eq!(message(&mut tree, &[head, next]), 3, "a report, and what the request computed itself");
+    assert_eq!(message(&mut tree, &[remove]), 1, "the report left no copy behind");
+    assert_eq!(message(&mut tree, &[head, head]), 3, "two copies of one step");
+    assert_eq!(message(&mut tree, &[head]), 3);
+    assert_eq!(message(&mut tree, &[remove]), 3, "one of two copies is left");
+    assert_eq!(message(&mut tree, &[remove]), 1);
+    // The last block of a prompt that is cached as a whole is computed again, after its parent: a copy.
+    assert_eq!(message(&mut tree, &[head]), 3);
+    let again = Event::Stored(stored(&names[1..2], Some(11), &prompt[2..4], DEVICE));
+    assert_eq!(message(&mut tree, &[again]), 3);
+    let last = Event::Removed { hashes: &names[1..2], copy: DEVICE };
+    assert_eq!(message(&mut tree, &[last]), 3);
+    assert_eq!(message(&mut tree, &[last]), 2);
+    // Partly known, so at least some of it was computed: copies.
+    assert_eq!(message(&mut tree, &[head]), 3);
+    assert_eq!(message(&mut tree, &[Event::Removed { hashes: &names[..1], copy: DEVICE }]), 3);
+}
+
+/// Copies in host memory extend the device prefix, and are no part of it; random events against plain sets by memory.
+#[test]
+fn device_and_any_memory_are_told_apart() {
+    const HOST: CopyKey = CopyKey { medium: Medium::HOST, group: CopyKey::NO_GROUP };
+    for seed in 0..60 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let prompt: Vec<u32> = (1..=40).collect();
+        let blocks = prompt_blocks(&prompt, BLOCK_SIZE);
+        let mut tree = Tree::default();
+        let mut mirrors = [Mirror::new(1), Mirror::new(70)];
+        let mut held = vec![BTreeMap::<(usize, bool), u32>::new(); mirrors.len()];
+        let mut hits = Hits::new();
+        for step in 0..150 {
+            let at = random.usize(0..mirrors.len());
+            let is_host = random.bool();
+            let copy = if is_host { HOST } else { DEVICE };
+            let any = |held: &BTreeMap<(usize, bool), u32>, block: usize| {
+                held.contains_key(&(block, false)) || held.contains_key(&(block, true))
+            };
+            let known = (0..blocks.len()).take_while(|block| any(&held[at], *block)).count();
+            let names = |range: std::ops::Range<usize>| range.map(|at| EngineHash(100 + at as u64)).collect::<Vec<_>>();
+            if random.u8(0..10) < if step / 50 % 2 == 0 { 7 } else { 4 } {
+                let from = random.usize(0..=known.min(blocks.len() - 1));
+                let to = random.usize(from + 1..=blocks.len());
+                let parent = from.checked_sub(1).map(|before| 100 + before as u64);
+                let hashes = names(from..to);
+                let mut event = stored(&hashes, parent, &prompt[from * 2..to * 2], copy);
+                event.may_report_hits = false;
+                mirrors[at].apply(&mut tree, &Event::Stored(event));
+                (from..to).for_each(|block| *held[at].entry((block, is_host)).or_insert(0) += 1);
+            } else {
+                let from = random.usize(0..blocks.len());
+                let to = random.usize(from + 1..=blocks.len());
+                mirrors[at].apply(&mut tree, &Event::Removed { hashes: &names(from..to), copy });
+                for block in from..to {
+                    if let Some(count) = held[at].get_mut(&(block, is_host)) {
+                        *count -= 1;
+                        if *count == 0 {
+                            held[at].remove(&(block, is_host));
+                        }
+                    }
+                }
+            }
+            tree.check();
+            let snapshot = tree.publish();
+            for (at, slot) in [(0, Slot(1)), (1, Slot(70))] {
+                let device = (0..blocks.len()).take_while(|block| held[at].contains_key(&(*block, false))).count();
+                let longest = (0..blocks.len()).take_while(|block| any(&held[at], *block)).count();
+                snapshot.query(&blocks, &mut hits);
+                assert_eq!(hits.depth(slot) as usize, device, "seed {seed} step {step}");
+                snapshot.query_any(&blocks, &mut hits);
+                assert_eq!(hits.depth(slot) as usize, longest, "seed {seed} step {step}");
+            }
+        }
+    }
+}
+
+/// Readers query while the writer prolongs, cuts and prolongs again, with other blocks: the hashes behind a published node
+/// are shared with the writer, so a reader must never see one that is not of its own snapshot.
+#[test]
+fn readers_see_whole_snapshots_while_the_writer_goes_on() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    const BLOCKS: usize = 120;
+    let branches: Vec<Vec<u32>> = (0..3)
+        .map(|branch| {
+            (0..BLOCKS * BLOCK_SIZE).map(|at| if at < 20 { at as u32 } else { (branch * 1_000 + at) as u32 }).collect()
+        })
+        .collect();
+    let chains: Vec<Vec<BlockHash>> = branches.iter().map(|branch| prompt_blocks(branch, BLOCK_SIZE)).collect();
+    // A published state: the snapshot, and the depth of each branch in it.
+    type State = (Snapshot, [u32; 3]);
+    let cell = arc_swap::ArcSwap::from_pointee(State::default());
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut hits = Hits::new();
+                while !stop.load(Ordering::Relaxed) {
+                    let state = cell.load();
+                    for (chain, depth) in chains.iter().zip(state.1) {
+                        state.0.query(chain, &mut hits);
+                        assert_eq!(hits.depth(Slot(1)), depth);
+                    }
+                }
+            });
+        }
+        let mut random = fastrand::Rng::with_seed(3);
+        let mut tree = Tree::default();
+        let mut engine = Engine::new(1, 77);
+        for _ in 0..4_000 {
+            let branch = random.usize(0..3);
+            let known = engine.depth(&chains[branch]) as usize;
+            if random.bool() && known < BLOCKS {
+                let to = (known + random.usize(1..20)).min(BLOCKS);
+                engine.store(&mut tree, &branches[branch], known, to);
+            } else {
+                let keep = random.usize(0..=known);
+                let gone: Vec<BlockHash> = chains[branch][keep..known].iter().rev().copied().collect();
+                engine.remove(&mut tree, &gone);
+            }
+            let depths = [0, 1, 2].map(|branch| engine.depth(&chains[branch]));
+            cell.store(std::sync::Arc::new((tree.publish(), depths)));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
 }

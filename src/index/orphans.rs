@@ -89,8 +89,4 @@ impl Orphans {
         let children = self.waiting.remove(&parent).unwrap_or_default();
         children.into_iter().filter_map(|hash| Some((hash, self.blocks.remove(&hash)?))).collect()
     }
-
-    pub fn clear(&mut self) {
-        *self = Self::default();
-    }
 }

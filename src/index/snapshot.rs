@@ -1,32 +1,72 @@
 //! The immutable index that shards read, and the one walk that answers every worker's depth. Readers never lock, never
 //! allocate and never free: the ingest core keeps each snapshot until no reader has it.
 
-use super::holders::Holders;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::spans::Spans;
 use super::table::Table;
 use crate::fleet::Slot;
 use crate::hash::BlockHash;
 
-/// A run: consecutive blocks, each chained onto the one before, that the same slots hold.
+/// Block hashes of one strand, with room to grow. Shared by every published state of the strand: the writer only ever
+/// stores past the length that any of them has, and publishing orders those stores before the new length.
+#[derive(Clone, Debug)]
+pub(super) struct Hashes(Arc<[AtomicU64]>);
+
+impl Hashes {
+    /// Room for `capacity` hashes, of which the first `length` are taken from `former`.
+    pub fn with_room(capacity: usize, former: Option<&Hashes>, length: usize) -> Self {
+        let old: &[AtomicU64] = former.map_or(&[], |former| &former.0[..length]);
+        let kept = old.iter().map(|hash| AtomicU64::new(hash.load(Ordering::Relaxed)));
+        // Both parts know their length, so this is one allocation and one pass.
+        Self(kept.chain((length..capacity).map(|_| AtomicU64::new(0))).collect())
+    }
+
+    pub fn capacity(&self) -> usize {
+        self.0.len()
+    }
+
+    #[inline]
+    pub fn get(&self, at: usize) -> BlockHash {
+        BlockHash(self.0[at].load(Ordering::Relaxed))
+    }
+
+    /// For the writer only, past everything published.
+    pub fn set(&self, at: usize, hash: BlockHash) {
+        self.0[at].store(hash.0, Ordering::Relaxed);
+    }
+}
+
+/// A strand as published: consecutive blocks, each chained onto the one before, and who holds which stretch of them.
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// Never empty.
-    pub hashes: Vec<BlockHash>,
-    pub holders: Holders,
+    pub(super) hashes: Hashes,
+    /// Blocks of the strand, never 0; some may be held by nobody.
+    pub(super) length: u32,
+    /// Who has a stretch in device memory.
+    pub(super) device: Spans,
+    /// Who has it in any memory; absent while that is the same.
+    pub(super) any: Option<Box<Spans>>,
 }
 
 impl Node {
-    /// Number of leading blocks of `query` that this run spells. Hashes are chained, so an equal block proves all before it:
-    /// a run that matches as a whole costs one comparison, any other a binary search.
+    pub(super) fn any(&self) -> &Spans {
+        self.any.as_deref().unwrap_or(&self.device)
+    }
+
+    /// Number of leading blocks of `query` that this strand spells. Hashes are chained, so an equal block proves all before
+    /// it: a strand that matches as a whole costs one comparison, any other a binary search.
     #[inline]
     fn matched(&self, query: &[BlockHash]) -> usize {
-        let length = self.hashes.len().min(query.len());
-        if self.hashes[length - 1] == query[length - 1] {
+        let length = (self.length as usize).min(query.len());
+        if self.hashes.get(length - 1) == query[length - 1] {
             return length;
         }
         let (mut low, mut high) = (0, length - 1);
         while low < high {
             let middle = (low + high) / 2;
-            if self.hashes[middle] == query[middle] {
+            if self.hashes.get(middle) == query[middle] {
                 low = middle + 1;
             } else {
                 high = middle;
@@ -47,26 +87,55 @@ impl Snapshot {
         Self { table }
     }
 
-    /// Number of runs; a measure of fragmentation.
+    /// Number of strands; a measure of fragmentation.
     pub fn run_count(&self) -> usize {
         self.table.len()
     }
 
-    /// Depth, in blocks, of the longest prefix of `blocks` that each slot holds without a hole.
+    /// Depth, in blocks, of the longest prefix of `blocks` that each slot holds in device memory without a hole.
     pub fn query(&self, blocks: &[BlockHash], hits: &mut Hits) {
+        self.walk(blocks, hits, |node| &node.device);
+    }
+
+    /// The same for any memory: never less than [`Snapshot::query`]. What it has more is the extension of the device
+    /// prefix that lies on the host or beyond.
+    pub fn query_any(&self, blocks: &[BlockHash], hits: &mut Hits) {
+        self.walk(blocks, hits, Node::any);
+    }
+
+    #[inline]
+    fn walk(&self, blocks: &[BlockHash], hits: &mut Hits, spans: impl Fn(&Node) -> &Spans) {
         hits.clear();
         let mut at = 0;
-        while let Some(block) = blocks.get(at) {
+        'strands: while let Some(block) = blocks.get(at) {
             let Some(node) = self.table.get(*block) else { break };
-            if at == 0 {
-                hits.begin(&node.holders);
-            } else if !hits.narrow(&node.holders, at as u32) {
+            // The table's key is the first hash, so at least one block matches; `max` keeps a broken node from hanging a shard.
+            let matched = node.matched(&blocks[at..]).max(1);
+            let mut start = 0;
+            for span in spans(node).iter() {
+                if start >= matched {
+                    break;
+                }
+                let depth = (at + start) as u32;
+                let is_left = if depth == 0 { hits.begin(&span.holders) } else { hits.narrow(&span.holders, depth) };
+                if !is_left {
+                    break 'strands;
+                }
+                start = span.end as usize;
+            }
+            if start < matched {
+                // The rest of the strand is held by nobody.
+                at += start;
                 break;
             }
-            // The table's key is the run's first hash, so at least one block matches; `max` keeps a broken run from hanging a shard.
-            at += node.matched(&blocks[at..]).max(1);
+            at += matched;
         }
         hits.finish(at as u32);
+    }
+
+    #[cfg(test)]
+    pub(super) fn nodes(&self) -> Vec<(BlockHash, Arc<Node>)> {
+        self.table.nodes()
     }
 }
 
@@ -105,7 +174,7 @@ impl Hits {
         self.alive.clear();
     }
 
-    fn begin(&mut self, holders: &Holders) {
+    fn begin(&mut self, holders: &super::holders::Holders) -> bool {
         let words = holders.word_count();
         self.alive.extend((0..words).map(|at| holders.word(at)));
         if self.depths.len() < words * 64 {
@@ -113,11 +182,12 @@ impl Hits {
         }
         let touched = &mut self.touched;
         holders.for_each(|slot| touched.push(slot));
+        words > 0
     }
 
-    /// Drops every slot that does not hold the run at depth `at`; false when none is left.
+    /// Drops every slot that does not hold the stretch at depth `at`; false when none is left.
     #[inline]
-    fn narrow(&mut self, holders: &Holders, at: u32) -> bool {
+    fn narrow(&mut self, holders: &super::holders::Holders, at: u32) -> bool {
         let mut left = 0;
         for (word, alive) in self.alive.iter_mut().enumerate() {
             if *alive == 0 {
@@ -150,8 +220,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_matches_by_its_last_block_or_by_search() {
-        let node = Node { hashes: (10..20).map(BlockHash).collect(), holders: Holders::default() };
+    fn a_strand_matches_by_its_last_block_or_by_search() {
+        let hashes = Hashes::with_room(16, None, 0);
+        (0..10).for_each(|at| hashes.set(at, BlockHash(10 + at as u64)));
+        let node = Node { hashes, length: 10, device: Spans::default(), any: None };
         for matched in 1..=10usize {
             for length in matched..=12 {
                 let query: Vec<BlockHash> = (0..length)

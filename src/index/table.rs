@@ -174,6 +174,13 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
+    use crate::index::snapshot::Hashes;
+
+    fn node(step: usize) -> Node {
+        let hashes = Hashes::with_room(1, None, 0);
+        hashes.set(0, BlockHash(step as u64));
+        Node { hashes, length: 1, device: Default::default(), any: None }
+    }
 
     /// Random insertions and removals, also of keys that share their low bits; every clone taken on the way stays as it was.
     #[test]
@@ -188,7 +195,7 @@ mod tests {
                 _ => BlockHash(random.u64(0..4_000).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
             };
             if random.u8(0..10) < if step / 4_000 % 2 == 0 { 8 } else { 2 } {
-                table.insert(key, Arc::new(Node { hashes: vec![BlockHash(step as u64)], holders: Default::default() }));
+                table.insert(key, Arc::new(node(step)));
                 model.insert(key, step);
             } else {
                 table.remove(key);
@@ -202,7 +209,7 @@ mod tests {
         clones.push((table.clone(), model.clone()));
         for (table, model) in &clones {
             for (key, step) in model {
-                assert_eq!(table.get(*key).map(|node| node.hashes[0].0), Some(*step as u64));
+                assert_eq!(table.get(*key).map(|node| node.hashes.get(0).0), Some(*step as u64));
             }
             assert_eq!(table.nodes().len(), model.len());
         }

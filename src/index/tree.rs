@@ -1,83 +1,110 @@
-//! The writer's side of the radix index: runs, the place of every block, and what must be published. Splits a run where its
-//! holders come to differ, joins runs whose holders have become alike, and frees what nobody holds. Lives on the ingest core.
+//! The writer's side of the radix index: strands of consecutive blocks, who holds which stretch, and what must be published.
+//! Lives on the ingest core.
+//!
+//! A strand is cut nowhere: a chain that leaves it in the middle begins a strand of its own, and holders that differ are
+//! spans within it. So a block's place never changes while anyone refers to it, and the mirrors can keep places where they
+//! would otherwise need hashes and a table of all blocks. The next block of a chain is either the next of its strand or the
+//! first of another; no block is anywhere else.
 
 use std::sync::Arc;
 
 use hashbrown::HashMap;
 
-use super::holders::Holders;
-use super::snapshot::{Node, Snapshot};
+use super::snapshot::{Hashes, Node, Snapshot};
+use super::spans::{Changed, Spans};
 use super::table::Table;
-use crate::hash::{BlockHash, ROOT};
-use crate::limits::RUN_BLOCKS_MAX;
+use crate::hash::BlockHash;
+use crate::limits::{RUN_BLOCKS_MAX, STRANDS_MAX};
 
-const NONE: u32 = u32::MAX;
+const OFFSET_BITS: u32 = RUN_BLOCKS_MAX.trailing_zeros();
+const _: () = assert!(RUN_BLOCKS_MAX.is_power_of_two(), "a place is a strand's number and an offset within it");
+const _: () = assert!((STRANDS_MAX as u64) << OFFSET_BITS <= 1 << 32, "every place has a number of 32 bits");
 
-/// Where a block lies: `offset - run.base` is its index in the run.
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    run: u32,
-    offset: u32,
+/// Where a block lies: number of its strand, and offset within it. Good while a slot holds the block or a tombstone pins it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Place(pub(super) u32);
+
+impl Place {
+    fn new(strand: u32, offset: u32) -> Self {
+        Place(strand << OFFSET_BITS | offset)
+    }
+
+    fn strand(self) -> u32 {
+        self.0 >> OFFSET_BITS
+    }
+
+    fn offset(self) -> u32 {
+        self.0 & (RUN_BLOCKS_MAX as u32 - 1)
+    }
+
+    /// The place `by` blocks further on; whether it is in the same strand is for [`Place::is_followed_by`] to say.
+    pub fn is_followed_by(self, next: Place) -> bool {
+        self.0 + 1 == next.0 && self.strand() == next.strand()
+    }
+}
+
+/// Which memory a copy lies in, as far as credit goes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tiers {
+    pub device: bool,
+    /// In any memory; always set with `device`.
+    pub any: bool,
+}
+
+impl Tiers {
+    pub const NONE: Tiers = Tiers { device: false, any: false };
+    pub const BOTH: Tiers = Tiers { device: true, any: true };
+
+    /// What is here and not in `other`.
+    pub fn without(self, other: Tiers) -> Tiers {
+        Tiers { device: self.device && !other.device, any: self.any && !other.any }
+    }
+
+    pub fn is_none(self) -> bool {
+        self == Self::NONE
+    }
 }
 
 #[derive(Debug)]
-struct Run {
+struct Strand {
     /// Shared with the table from one publication to the next change.
     node: Arc<Node>,
-    /// The block that the first one is chained onto, in the index or not.
-    parent: BlockHash,
-    /// A run that may continue this one; a hint, believed only if its parent is this run's last block.
-    next: u32,
-    /// Moves when blocks are added or taken at the front, so that the places of the others stay right.
-    base: u32,
-}
-
-impl Run {
-    fn first(&self) -> BlockHash {
-        self.node.hashes[0]
-    }
-
-    fn last(&self) -> BlockHash {
-        self.node.hashes[self.node.hashes.len() - 1]
-    }
-
-    fn len(&self) -> usize {
-        self.node.hashes.len()
-    }
-
-    fn index(&self, place: Place) -> usize {
-        place.offset.wrapping_sub(self.base) as usize
-    }
-
-    fn offset(&self, index: usize) -> u32 {
-        self.base.wrapping_add(index as u32)
-    }
-
-    fn node_mut(&mut self) -> &mut Node {
-        Arc::make_mut(&mut self.node)
-    }
+    /// Tombstones that refer to blocks here.
+    pins: u32,
+    /// Largest length that was ever published with these hashes: below it, nothing is written.
+    published_length: u32,
+    /// No adapter, salt or image on the blocks or their ancestors.
+    is_plain: bool,
+    is_touched: bool,
+    is_published: bool,
 }
 
 #[derive(Debug, Default)]
 pub struct Tree {
-    places: HashMap<BlockHash, Place>,
-    runs: Vec<Option<Run>>,
+    strands: Vec<Option<Strand>>,
     free: Vec<u32>,
-    /// First blocks of runs that have changed, come or gone since the last publication.
-    touched: Vec<BlockHash>,
+    /// Strand by its first block.
+    firsts: HashMap<BlockHash, u32>,
+    /// Strands that have changed or come since the last publication, and first blocks of published ones that have gone.
+    touched: Vec<u32>,
+    gone: Vec<BlockHash>,
     table: Table,
-    /// Blocks held, by slot.
+    /// Blocks held in any memory, by slot.
     counts: Vec<u32>,
+    /// Distinct blocks, and strands, that anyone holds.
+    blocks: usize,
+    held_strands: usize,
 }
 
 impl Tree {
     /// Distinct blocks in the index.
     pub fn block_count(&self) -> usize {
-        self.places.len()
+        self.blocks
     }
 
+    /// Strands with a holder.
     pub fn run_count(&self) -> usize {
-        self.runs.len() - self.free.len()
+        self.held_strands
     }
 
     /// Distinct blocks that the slot holds, holes or not.
@@ -85,368 +112,293 @@ impl Tree {
         self.counts.get(usize::from(slot)).copied().unwrap_or(0)
     }
 
-    /// Whether a publication would show anything new.
-    pub fn is_changed(&self) -> bool {
-        !self.touched.is_empty()
+    /// Memory of the block hashes, room to grow included, and of the strands' records. Walks all strands.
+    pub fn strand_bytes(&self) -> usize {
+        let strands = self.strands.iter().flatten();
+        let hashes: usize = strands.map(|strand| size_of::<Node>() + 8 * strand.node.hashes.capacity()).sum();
+        hashes + self.strands.capacity() * size_of::<Option<Strand>>() + self.firsts.capacity() * 16
     }
 
-    /// Brings the table up to date and returns it as an immutable snapshot. Costs by the runs that changed.
+    /// Whether a publication would show anything new.
+    pub fn is_changed(&self) -> bool {
+        !self.touched.is_empty() || !self.gone.is_empty()
+    }
+
+    /// Brings the table up to date and returns it as an immutable snapshot. Costs by the strands that changed.
     pub fn publish(&mut self) -> Snapshot {
-        let mut touched = std::mem::take(&mut self.touched);
-        for first in touched.drain(..) {
-            match self.place(first) {
-                Some((id, 0)) => {
-                    let node = self.run(id).node.clone();
-                    self.table.insert(first, node);
-                }
-                _ => self.table.remove(first),
+        for first in self.gone.drain(..) {
+            self.table.remove(first);
+        }
+        for id in self.touched.drain(..) {
+            // A strand that came and went since the last publication leaves a number that is free or another's.
+            let Some(strand) = self.strands[id as usize].as_mut().filter(|strand| strand.is_touched) else { continue };
+            strand.is_touched = false;
+            let first = strand.node.hashes.get(0);
+            if !strand.node.any().is_empty() {
+                strand.published_length = strand.published_length.max(strand.node.length);
+                strand.is_published = true;
+                self.table.insert(first, strand.node.clone());
+            } else if std::mem::take(&mut strand.is_published) {
+                self.table.remove(first);
             }
         }
-        self.touched = touched;
         Snapshot::new(self.table.clone())
     }
 
-    /// Whether the slot holds the block.
-    pub fn holds(&self, slot: u16, block: BlockHash) -> bool {
-        self.place(block).is_some_and(|(id, _)| self.run(id).node.holders.contains(slot))
+    // Places -----------------------------------------------------------------------------------------------------
+
+    pub fn block(&self, place: Place) -> BlockHash {
+        self.strand(place.strand()).node.hashes.get(place.offset() as usize)
     }
 
-    /// Makes `slot` a holder of `blocks`, each chained onto the one before and the first onto `parent`. Calls
-    /// `already_held` for each block that the slot held before.
-    pub fn insert(
+    /// Whether the block has no adapter, salt or image, on itself or an ancestor.
+    pub fn is_plain(&self, place: Place) -> bool {
+        self.strand(place.strand()).is_plain
+    }
+
+    /// The place of the block that follows `parent` (`None`: that starts a prompt); made if there is none. `more` is the
+    /// number of blocks that are to follow it. `None` when the index has as many strands as it can number. The place is
+    /// good until the next release, unless it is held or pinned before.
+    pub fn child(&mut self, parent: Option<Place>, block: BlockHash, is_plain: bool, more: usize) -> Option<Place> {
+        let Some(parent) = parent else {
+            let known = self.firsts.get(&block).map(|id| Place::new(*id, 0));
+            return known.or_else(|| self.add_strand(block, is_plain, more));
+        };
+        let strand = self.strand(parent.strand());
+        let next = parent.offset() as usize + 1;
+        let length = strand.node.length as usize;
+        if next < length && strand.node.hashes.get(next) == block {
+            return Some(Place::new(parent.strand(), next as u32));
+        }
+        if let Some(id) = self.firsts.get(&block) {
+            return Some(Place::new(*id, 0));
+        }
+        if next == length && length < RUN_BLOCKS_MAX && strand.is_plain == is_plain {
+            self.append(parent.strand(), block, more);
+            return Some(Place::new(parent.strand(), next as u32));
+        }
+        self.add_strand(block, is_plain, more)
+    }
+
+    fn append(&mut self, id: u32, block: BlockHash, more: usize) {
+        let strand = self.strand_mut(id);
+        let length = strand.node.length as usize;
+        let is_shared = (length as u32) < strand.published_length;
+        let node = Arc::make_mut(&mut strand.node);
+        if length == node.hashes.capacity() || is_shared {
+            // Doubling would leave a third of all strands empty; by a quarter, a short strand would move with every event.
+            let extra = if length < 256 { length / 2 } else { length / 4 };
+            let wanted = (length + 1 + more).max(length + extra).next_multiple_of(8).min(RUN_BLOCKS_MAX);
+            node.hashes = Hashes::with_room(wanted, Some(&node.hashes), length);
+            strand.published_length = 0;
+        }
+        node.hashes.set(length, block);
+        node.length += 1;
+    }
+
+    fn add_strand(&mut self, first: BlockHash, is_plain: bool, more: usize) -> Option<Place> {
+        let id = match self.free.pop() {
+            Some(id) => id,
+            None if self.strands.len() == STRANDS_MAX => return None,
+            None => {
+                self.strands.push(None);
+                (self.strands.len() - 1) as u32
+            }
+        };
+        let hashes = Hashes::with_room((1 + more).min(RUN_BLOCKS_MAX), None, 0);
+        hashes.set(0, first);
+        let node = Arc::new(Node { hashes, length: 1, device: Spans::default(), any: None });
+        self.strands[id as usize] =
+            Some(Strand { node, pins: 0, published_length: 0, is_plain, is_touched: false, is_published: false });
+        self.firsts.insert(first, id);
+        Some(Place::new(id, 0))
+    }
+
+    // Holders ----------------------------------------------------------------------------------------------------
+
+    /// Makes `slot` a holder of `count` blocks of one strand, from `place` on, in the memories of `tiers`. Calls
+    /// `already_held` for each block and memory that the slot held before.
+    pub fn hold(
         &mut self,
         slot: u16,
-        parent: BlockHash,
-        blocks: &[BlockHash],
-        mut already_held: impl FnMut(BlockHash),
+        place: Place,
+        count: u32,
+        tiers: Tiers,
+        mut already_held: impl FnMut(Place, Tiers),
     ) {
+        let id = place.strand();
+        let (from, to) = (place.offset(), place.offset() + count);
+        let changed = self.edit(id, tiers, |spans, tier| {
+            spans.insert(slot, from, to, |offset| already_held(Place::new(id, offset), tier))
+        });
         if self.counts.len() <= usize::from(slot) {
             self.counts.resize(usize::from(slot) + 1, 0);
         }
-        let mut previous = parent;
-        let mut rest = blocks;
-        while let Some(first) = rest.first() {
-            let taken = match self.place(*first) {
-                Some((id, index)) => {
-                    let length = common_prefix(&self.run(id).node.hashes[index..], rest);
-                    if self.run(id).node.holders.contains(slot) {
-                        rest[..length].iter().for_each(|block| already_held(*block));
-                    } else {
-                        self.counts[usize::from(slot)] += length as u32;
-                        let id = self.isolate(id, index, index + length);
-                        self.touch(id);
-                        self.run_mut(id).node_mut().holders.insert(slot);
-                        self.join_around(id);
-                    }
-                    length
-                }
-                None => {
-                    let length = rest.iter().position(|block| self.places.contains_key(block)).unwrap_or(rest.len());
-                    self.counts[usize::from(slot)] += length as u32;
-                    self.insert_new(slot, previous, &rest[..length]);
-                    length
-                }
-            };
-            previous = rest[taken - 1];
-            rest = &rest[taken..];
-        }
+        self.counts[usize::from(slot)] += changed.blocks;
+        self.blocks += changed.alone as usize;
     }
 
-    /// Blocks that nobody held: they prolong the run before them where its holders are the same, else begin a new one.
-    fn insert_new(&mut self, slot: u16, parent: BlockHash, blocks: &[BlockHash]) {
-        let mut previous = parent;
-        let mut rest = blocks;
-        let mut tail = self.run_ending_at(parent);
-        while !rest.is_empty() {
-            let (id, taken) = match tail {
-                Some(id) if self.run(id).node.holders.is_only(slot) && self.run(id).len() < RUN_BLOCKS_MAX => {
-                    let taken = rest.len().min(RUN_BLOCKS_MAX - self.run(id).len());
-                    self.touch(id);
-                    self.append(id, &rest[..taken]);
-                    (id, taken)
-                }
-                _ => {
-                    let taken = rest.len().min(RUN_BLOCKS_MAX);
-                    let node = Node { hashes: rest[..taken].to_vec(), holders: Holders::of(slot) };
-                    let id = self.add_run(node, previous, NONE);
-                    if let Some(before) = tail {
-                        self.hint(before, id);
-                    }
-                    (id, taken)
-                }
-            };
-            previous = rest[taken - 1];
-            rest = &rest[taken..];
-            tail = Some(id);
-        }
-        // What waited behind a hole that is now filled may continue the last run.
-        if let Some(id) = tail {
-            self.join_around(id);
-        }
+    /// Takes `slot` out of the holders of `count` blocks of one strand, from `place` on. Places in it that neither a slot
+    /// nor a tombstone needs any more are no longer good.
+    pub fn release(&mut self, slot: u16, place: Place, count: u32, tiers: Tiers) {
+        let (from, to) = (place.offset(), place.offset() + count);
+        let changed = self.edit(place.strand(), tiers, |spans, _| spans.remove(slot, from, to));
+        self.uncount(slot, changed);
+        self.trim(place.strand());
     }
 
-    /// Takes `slot` out of the holders of `blocks`, given in any order; neighbours in the list that are neighbours in a run
-    /// (engines remove leaf first or root first) cost one split. A block that the slot does not hold is left alone.
-    pub fn remove(&mut self, slot: u16, blocks: &[BlockHash]) {
-        let mut at = 0;
-        while let Some(block) = blocks.get(at) {
-            let Some((id, index)) = self.place(*block) else {
-                at += 1;
-                continue;
-            };
-            let hashes = &self.run(id).node.hashes;
-            let rest = &blocks[at..];
-            let ascending = common_prefix(&hashes[index..], rest);
-            let descending = rest.iter().zip(hashes[..=index].iter().rev()).take_while(|(a, b)| a == b).count();
-            let (from, to) =
-                if ascending >= descending { (index, index + ascending) } else { (index + 1 - descending, index + 1) };
-            at += to - from;
-            self.remove_extent(slot, id, from, to);
-        }
-    }
-
-    fn remove_extent(&mut self, slot: u16, id: u32, from: usize, to: usize) {
-        if !self.run(id).node.holders.contains(slot) {
-            return;
-        }
-        self.counts[usize::from(slot)] -= (to - from) as u32;
-        let id = self.isolate(id, from, to);
-        self.drop_holder(slot, id);
-        if self.runs[id as usize].is_some() {
-            self.join_around(id);
-        }
-    }
-
-    /// Takes the slot out of every block it holds; `blocks` must name all of them, in any order, repeats allowed. Whole runs
-    /// lose the holder at once, so nothing is split.
-    pub fn clear(&mut self, slot: u16, blocks: impl Iterator<Item = BlockHash>) {
-        let mut changed = Vec::new();
-        for block in blocks {
-            let Some((id, _)) = self.place(block) else { continue };
-            if self.run(id).node.holders.contains(slot) {
-                self.counts[usize::from(slot)] -= self.run(id).len() as u32;
-                self.drop_holder(slot, id);
-                if self.runs[id as usize].is_some() {
-                    changed.push(id);
-                }
-            }
-        }
-        for id in changed {
-            // An earlier join may have swallowed this one.
-            if self.runs[id as usize].is_some() {
-                self.join_around(id);
-            }
+    /// Takes the slot out of everything it holds; `places` must name a block of each strand that it holds any of.
+    pub fn clear(&mut self, slot: u16, places: impl Iterator<Item = Place>) {
+        let mut strands: Vec<u32> = places.map(Place::strand).collect();
+        strands.sort_unstable();
+        strands.dedup();
+        for id in strands {
+            let changed = self.edit(id, Tiers::BOTH, |spans, _| spans.remove(slot, 0, RUN_BLOCKS_MAX as u32));
+            self.uncount(slot, changed);
+            self.trim(id);
         }
         debug_assert_eq!(self.held_count(slot), 0, "a cleared slot still holds blocks");
     }
 
-    fn drop_holder(&mut self, slot: u16, id: u32) {
-        self.touch(id);
-        if self.run(id).node.holders.is_only(slot) {
-            self.free_run(id);
+    fn uncount(&mut self, slot: u16, changed: Changed) {
+        if let Some(count) = self.counts.get_mut(usize::from(slot)) {
+            *count -= changed.blocks;
+        }
+        self.blocks -= changed.alone as usize;
+    }
+
+    /// Changes a strand's spans, one list or both; returns what that did to the list of any memory.
+    fn edit(&mut self, id: u32, tiers: Tiers, mut change: impl FnMut(&mut Spans, Tiers) -> Changed) -> Changed {
+        let strand = self.strands[id as usize].as_mut().expect("a place names a live strand");
+        let node = Arc::make_mut(&mut strand.node);
+        let was_held = !node.any().is_empty();
+        let mut changed = Changed::default();
+        if tiers == Tiers::BOTH && node.any.is_none() {
+            changed = change(&mut node.device, Tiers::BOTH);
         } else {
-            self.run_mut(id).node_mut().holders.remove(slot);
+            let any = node.any.get_or_insert_with(|| Box::new(node.device.clone()));
+            if tiers.any {
+                changed = change(any, Tiers { device: false, any: true });
+            }
+            if tiers.device {
+                change(&mut node.device, Tiers { device: true, any: false });
+            }
+            if **any == node.device {
+                node.any = None;
+            }
+        }
+        let is_held = !node.any().is_empty();
+        self.held_strands = self.held_strands + usize::from(is_held) - usize::from(was_held);
+        if !strand.is_touched {
+            strand.is_touched = true;
+            self.touched.push(id);
+        }
+        changed
+    }
+
+    /// Keeps the block's place good though nobody may hold it.
+    pub fn pin(&mut self, place: Place) {
+        self.strand_mut(place.strand()).pins += 1;
+    }
+
+    pub fn unpin(&mut self, place: Place) {
+        let strand = self.strand_mut(place.strand());
+        strand.pins -= 1;
+        if strand.pins == 0 {
+            self.trim(place.strand());
         }
     }
 
-    // Runs -------------------------------------------------------------------------------------------------------
-
-    fn run(&self, id: u32) -> &Run {
-        self.runs[id as usize].as_ref().expect("a place or hint that was checked names a live run")
-    }
-
-    fn run_mut(&mut self, id: u32) -> &mut Run {
-        self.runs[id as usize].as_mut().expect("a place or hint that was checked names a live run")
-    }
-
-    /// The block's run and its index there.
-    fn place(&self, block: BlockHash) -> Option<(u32, usize)> {
-        let place = *self.places.get(&block)?;
-        Some((place.run, self.run(place.run).index(place)))
-    }
-
-    fn touch(&mut self, id: u32) {
-        let first = self.run(id).first();
-        if self.touched.last() != Some(&first) {
-            self.touched.push(first);
+    /// Cuts off what lies after the last held block, and frees the strand when nothing is left.
+    fn trim(&mut self, id: u32) {
+        let strand = self.strand(id);
+        let covered = strand.node.any().covered();
+        if strand.pins > 0 || covered == strand.node.length {
+            return;
         }
-    }
-
-    fn add_run(&mut self, node: Node, parent: BlockHash, next: u32) -> u32 {
-        let id = self.free.pop().unwrap_or_else(|| {
-            self.runs.push(None);
-            (self.runs.len() - 1) as u32
-        });
-        for (index, block) in node.hashes.iter().enumerate() {
-            self.places.insert(*block, Place { run: id, offset: index as u32 });
+        if covered > 0 {
+            Arc::make_mut(&mut self.strand_mut(id).node).length = covered;
+            return;
         }
-        self.runs[id as usize] = Some(Run { node: Arc::new(node), parent, next, base: 0 });
-        self.touch(id);
-        id
-    }
-
-    fn free_run(&mut self, id: u32) {
-        let Some(run) = self.runs[id as usize].take() else { return };
-        for block in &run.node.hashes {
-            self.places.remove(block);
+        let Some(strand) = self.strands[id as usize].take() else { return };
+        let first = strand.node.hashes.get(0);
+        self.firsts.remove(&first);
+        if strand.is_published {
+            self.gone.push(first);
         }
         self.free.push(id);
         self.shrink();
     }
 
-    /// Gives memory back after a shrinkage; a quarter full, so that a steady state never rebuilds.
+    /// Gives memory back after a shrinkage; far below full, so that a steady state never rebuilds.
     fn shrink(&mut self) {
-        if self.places.capacity() > 1024 && self.places.len() < self.places.capacity() / 8 {
-            self.places.shrink_to(self.places.len() * 2);
+        if self.firsts.capacity() > 1024 && self.firsts.len() < self.firsts.capacity() / 8 {
+            self.firsts.shrink_to(self.firsts.len() * 2);
         }
         // Looked at once in a thousand, because the free list is rebuilt as a whole.
-        if self.free.len() % 1024 == 1023 && self.run_count() * 4 < self.runs.len() {
-            while self.runs.last().is_some_and(Option::is_none) {
-                self.runs.pop();
+        if self.free.len() % 1024 == 1023 && self.free.len() * 4 > self.strands.len() * 3 {
+            while self.strands.last().is_some_and(Option::is_none) {
+                self.strands.pop();
             }
-            let length = self.runs.len() as u32;
+            let length = self.strands.len() as u32;
             self.free.retain(|id| *id < length);
-            self.runs.shrink_to(self.runs.len() * 2);
+            self.touched.retain(|id| *id < length);
+            self.strands.shrink_to(self.strands.len() * 2);
             self.free.shrink_to(self.free.len() * 2);
         }
     }
 
-    fn append(&mut self, id: u32, blocks: &[BlockHash]) {
-        let run = self.runs[id as usize].as_mut().expect("the caller has just looked the run up");
-        for (index, block) in (run.len()..).zip(blocks) {
-            self.places.insert(*block, Place { run: id, offset: run.offset(index) });
-        }
-        run.node_mut().hashes.extend_from_slice(blocks);
+    fn strand(&self, id: u32) -> &Strand {
+        self.strands[id as usize].as_ref().expect("a place names a live strand")
     }
 
-    /// Makes `from..to` of a run a run of its own and returns it.
-    fn isolate(&mut self, id: u32, from: usize, to: usize) -> u32 {
-        let id = if to < self.run(id).len() { self.split(id, to).0 } else { id };
-        if from > 0 { self.split(id, from).1 } else { id }
+    fn strand_mut(&mut self, id: u32) -> &mut Strand {
+        self.strands[id as usize].as_mut().expect("a place names a live strand")
     }
 
-    /// Splits a run before index `at`; the smaller part moves. Returns (front, back).
-    fn split(&mut self, id: u32, at: usize) -> (u32, u32) {
-        let run = self.run(id);
-        assert!(0 < at && at < run.len(), "a split leaves two parts");
-        let (parent, next, holders) = (run.parent, run.next, run.node.holders.clone());
-        let joint = run.node.hashes[at - 1];
-        self.touch(id);
-        if at * 2 <= self.run(id).len() {
-            let before = self.run_ending_at(parent).filter(|before| self.run(*before).next == id);
-            let run = self.run_mut(id);
-            run.base = run.base.wrapping_add(at as u32);
-            run.parent = joint;
-            let hashes = run.node_mut().hashes.drain(..at).collect();
-            self.touch(id);
-            let front = self.add_run(Node { hashes, holders }, parent, id);
-            if let Some(before) = before {
-                self.run_mut(before).next = front;
-            }
-            (front, id)
-        } else {
-            let hashes = self.run_mut(id).node_mut().hashes.split_off(at);
-            let back = self.add_run(Node { hashes, holders }, joint, next);
-            self.run_mut(id).next = back;
-            (id, back)
-        }
-    }
-
-    /// The run whose last block is `block`.
-    fn run_ending_at(&self, block: BlockHash) -> Option<u32> {
-        if block == ROOT {
-            return None;
-        }
-        let (id, index) = self.place(block)?;
-        (index + 1 == self.run(id).len()).then_some(id)
-    }
-
-    /// The run after this one, if the hint still holds.
-    fn next_of(&self, id: u32) -> Option<u32> {
-        let run = self.run(id);
-        let next = self.runs.get(run.next as usize)?.as_ref()?;
-        (next.parent == run.last()).then_some(run.next)
-    }
-
-    fn hint(&mut self, id: u32, next: u32) {
-        if self.next_of(id).is_none() {
-            self.run_mut(id).next = next;
-        }
-    }
-
-    /// Joins the run with the one before and the one after where their holders are alike.
-    fn join_around(&mut self, id: u32) {
-        let mut id = id;
-        if let Some(before) = self.run_ending_at(self.run(id).parent) {
-            self.hint(before, id);
-            id = self.join(before, id).unwrap_or(id);
-        }
-        if let Some(next) = self.next_of(id) {
-            self.join(id, next);
-        }
-    }
-
-    /// Joins two consecutive runs into one, moving the smaller; `None` where they must stay apart.
-    fn join(&mut self, front: u32, back: u32) -> Option<u32> {
-        let (first, second) = (self.run(front), self.run(back));
-        if front == back || first.node.holders != second.node.holders || first.len() + second.len() > RUN_BLOCKS_MAX {
-            return None;
-        }
-        let front_moves = first.len() < second.len();
-        let parent = first.parent;
-        self.touch(front);
-        self.touch(back);
-        if !front_moves {
-            let second = self.runs[back as usize].take()?;
-            self.free.push(back);
-            self.append(front, &second.node.hashes);
-            self.run_mut(front).next = second.next;
-            return Some(front);
-        }
-        let before = self.run_ending_at(parent).filter(|before| self.run(*before).next == front);
-        let first = self.runs[front as usize].take()?;
-        self.free.push(front);
-        let run = self.runs[back as usize].as_mut()?;
-        run.base = run.base.wrapping_sub(first.len() as u32);
-        run.parent = parent;
-        run.node_mut().hashes.splice(..0, first.node.hashes.iter().copied());
-        for (index, block) in first.node.hashes.iter().enumerate() {
-            self.places.insert(*block, Place { run: back, offset: run.offset(index) });
-        }
-        if let Some(before) = before {
-            self.run_mut(before).next = back;
-        }
-        Some(back)
-    }
-
-    /// Every invariant, for tests: places and runs agree, no run is empty or unheld, counts are exact.
+    /// Every invariant, for tests: strands, first blocks and counts agree, and each block has one place.
     #[cfg(test)]
     pub fn check(&self) {
-        let mut blocks = 0;
         let mut counts = vec![0u32; self.counts.len()];
-        for (id, run) in self.runs.iter().enumerate() {
-            let Some(run) = run else {
+        let (mut blocks, mut held, mut all) = (0, 0, std::collections::HashSet::new());
+        for (id, strand) in self.strands.iter().enumerate() {
+            let Some(strand) = strand else {
                 assert!(self.free.contains(&(id as u32)));
                 continue;
             };
-            assert!(run.len() > 0 && run.len() <= RUN_BLOCKS_MAX && !run.node.holders.is_empty());
-            for (index, block) in run.node.hashes.iter().enumerate() {
-                assert_eq!(self.place(*block), Some((id as u32, index)));
+            let node = &strand.node;
+            assert_eq!(self.firsts.get(&node.hashes.get(0)), Some(&(id as u32)));
+            assert!(node.length > 0 && node.any().covered() <= node.length && node.length as usize <= RUN_BLOCKS_MAX);
+            assert!(strand.pins > 0 || node.any().covered() == node.length, "an unheld tail");
+            assert!((0..node.length as usize).all(|at| all.insert(node.hashes.get(at))), "a block with two places");
+            node.device.check();
+            node.any().check();
+            assert!(node.any.as_deref() != Some(&node.device));
+            let mut start = 0;
+            for span in node.any().iter() {
+                span.holders.for_each(|slot| counts[usize::from(slot)] += span.end - start);
+                blocks += if span.holders.is_empty() { 0 } else { (span.end - start) as usize };
+                start = span.end;
             }
-            run.node.holders.for_each(|slot| counts[usize::from(slot)] += run.len() as u32);
-            blocks += run.len();
+            held += usize::from(!node.any().is_empty());
         }
-        assert_eq!(blocks, self.places.len());
+        assert_eq!((blocks, held), (self.blocks, self.held_strands));
         assert_eq!(counts, self.counts);
+        assert_eq!(self.firsts.len() + self.free.len(), self.strands.len());
     }
 
-    /// What the last publication holds, as (block, slot) pairs, and whether its keys are the runs' first blocks.
+    /// What a publication holds, as (block, slot) pairs in any memory, and whether its keys are the strands' first blocks.
     #[cfg(test)]
     pub fn published_memberships(&self) -> std::collections::BTreeSet<(BlockHash, u16)> {
         let mut pairs = std::collections::BTreeSet::new();
-        for (key, node) in self.table.nodes() {
-            assert_eq!(key, node.hashes[0]);
-            node.holders.for_each(|slot| pairs.extend(node.hashes.iter().map(|block| (*block, slot))));
+        for (key, node) in Snapshot::new(self.table.clone()).nodes() {
+            assert_eq!(key, node.hashes.get(0));
+            let mut start = 0;
+            for span in node.any().iter() {
+                let blocks = start..span.end as usize;
+                span.holders.for_each(|slot| pairs.extend(blocks.clone().map(|at| (node.hashes.get(at), slot))));
+                start = span.end as usize;
+            }
         }
         pairs
     }
@@ -455,9 +407,10 @@ impl Tree {
     pub fn page_count(&self) -> usize {
         self.table.page_count()
     }
-}
 
-/// Length of the common prefix of two chains that start with the same block.
-fn common_prefix(left: &[BlockHash], right: &[BlockHash]) -> usize {
-    left.iter().zip(right).take_while(|(a, b)| a == b).count()
+    /// Spans of all strands together; one each when nothing is fragmented.
+    #[cfg(test)]
+    pub fn span_count(&self) -> usize {
+        self.strands.iter().flatten().map(|strand| strand.node.any().iter().count()).sum()
+    }
 }

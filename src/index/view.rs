@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
 
-use super::snapshot::Snapshot;
+use super::snapshot::{Hits, Snapshot};
 use crate::events::SkipReason;
 use crate::fleet::{Fleet, Slot, Target};
 use crate::worker::{Generation, Name};
@@ -27,6 +27,21 @@ pub type SharedView = Arc<ArcSwap<View>>;
 impl View {
     pub fn rank(&self, slot: Slot) -> Option<&RankStatus> {
         self.ranks.get(slot.0 as usize)?.as_deref()
+    }
+
+    /// Blocks of cache credit that a slot has: its device prefix, and `host_weight` for each block by which the prefix in
+    /// any memory is longer, rounded down. A slot whose publisher is not there has none: what it has evicted meanwhile
+    /// is not known. It stays routable, and has its credit again when the publisher is back and the gap is filled.
+    pub fn credit(&self, slot: Slot, device: &Hits, any: &Hits, host_weight: f64) -> u32 {
+        if self.rank(slot).is_some_and(|rank| !rank.is_connected()) {
+            return 0;
+        }
+        let depth = device.depth(slot);
+        if host_weight <= 0.0 {
+            return depth;
+        }
+        let extension = any.depth(slot).saturating_sub(depth);
+        depth + (f64::from(extension) * host_weight) as u32
     }
 
     /// Distinct blocks visible on the target.
@@ -139,5 +154,48 @@ impl RankStatus {
 
     pub fn is_connected(&self) -> bool {
         self.connected.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::{CopyKey, EngineHash, Event, Medium, Stored};
+    use crate::hash::prompt_blocks;
+    use crate::index::{Mirror, Tree};
+
+    fn view(connected: bool) -> (View, Hits, Hits) {
+        let tokens: Vec<u32> = (1..=12).collect();
+        let (mut tree, mut mirror) = (Tree::default(), Mirror::new(0));
+        let names: Vec<EngineHash> = (0..6).map(EngineHash).collect();
+        for (range, medium) in [(0..2, Medium::DEVICE), (2..5, Medium::HOST)] {
+            let stored = Stored {
+                hashes: &names[range.clone()],
+                parent: range.start.checked_sub(1).map(|at| names[at]),
+                tokens: &tokens[range.start * 2..range.end * 2],
+                block_size: 2,
+                copy: CopyKey { medium, group: CopyKey::NO_GROUP },
+                identities: &[],
+                may_report_hits: false,
+            };
+            mirror.apply(&mut tree, &Event::Stored(stored));
+        }
+        let status = RankStatus::new("w".into(), Generation(1), 0, Slot(0), None);
+        status.connected.store(connected, Ordering::Relaxed);
+        let view = View { index: tree.publish(), ranks: [Some(Arc::new(status))].into(), ..View::default() };
+        let (mut device, mut any) = (Hits::new(), Hits::new());
+        view.index.query(&prompt_blocks(&tokens, 2), &mut device);
+        view.index.query_any(&prompt_blocks(&tokens, 2), &mut any);
+        (view, device, any)
+    }
+
+    #[test]
+    fn host_blocks_count_by_their_weight_and_nothing_counts_while_the_publisher_is_away() {
+        for (connected, weight, expected) in
+            [(true, 0.0, 2), (true, 0.5, 3), (true, 1.0, 5), (false, 0.0, 0), (false, 1.0, 0)]
+        {
+            let (view, device, any) = view(connected);
+            assert_eq!(view.credit(Slot(0), &device, &any, weight), expected, "{connected} {weight}");
+        }
     }
 }

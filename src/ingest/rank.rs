@@ -92,6 +92,7 @@ impl RankState {
         let mut block_size = 0;
         let mut mismatches = 0;
         let (mirror, registered) = (&mut self.mirror, self.registered_block_size);
+        mirror.begin_batch();
         let summary = decoder.decode(payload, |event| {
             if let Event::Stored(stored) = &event {
                 block_size = stored.block_size as u64;

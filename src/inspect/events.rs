@@ -73,6 +73,7 @@ impl Inspector {
                 let mut error = None;
                 if step != Step::Drop {
                     let (mirror, tree) = (&mut self.mirror, &mut self.tree);
+                    mirror.begin_batch();
                     let summary = self.decoder.decode(live.payload, |event| {
                         mirror.apply(tree, &event);
                     });
@@ -81,7 +82,7 @@ impl Inspector {
                 (live.sequence, error)
             }
         };
-        let plain = self.mirror.plain_blocks();
+        let plain = self.mirror.plain_blocks(&self.tree);
         Line {
             seq,
             applied,

@@ -66,7 +66,7 @@ pub(super) async fn serve(
     loop {
         let Some(pair) = next_pair(service, &route, endpoint, pins, sequences, &tried)? else {
             if let Some(held) = held {
-                held.is_stranded(service);
+                held.count_stranded(service);
             }
             let reason = "every pair of the model left during the request".to_owned();
             return Err(ApiError::NoWorker { reason });

@@ -379,7 +379,7 @@ impl Held {
         );
     }
 
-    pub fn is_stranded(self, service: &RouterService) {
+    pub fn count_stranded(self, service: &RouterService) {
         cleanup::stranded(&service.shared, &self.prefill_worker);
     }
 }

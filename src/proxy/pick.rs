@@ -67,7 +67,7 @@ pub(super) struct Wish<'a> {
 pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Option<Picked> {
     let shared = &service.shared;
     let mut scratch = service.scratch.borrow_mut();
-    let Scratch { hits, candidates, indexes } = &mut *scratch;
+    let Scratch { hits, any_hits, candidates, indexes } = &mut *scratch;
     indexes.clear();
     indexes.extend(route::untried(&view.fleet, wish.pool, wish.tried));
     if indexes.is_empty() {
@@ -96,7 +96,7 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Opt
         info!(policy = "round-robin", role = wish.role.as_str(), picked = &*target.route_key, "pick");
         return Charge { session: lease, ..Charge::of(Arc::new([])) }.on(service, target);
     }
-    fill(service, view, wish, indexes, hits, candidates);
+    fill(service, view, wish, indexes, (hits, any_hits), candidates);
     kv_aware(service, view, wish, candidates, &session)
 }
 
@@ -106,7 +106,7 @@ fn fill(
     view: &View,
     wish: &Wish<'_>,
     indexes: &[u32],
-    hits: &mut Hits,
+    (hits, any_hits): (&mut Hits, &mut Hits),
     candidates: &mut Vec<Candidate>,
 ) {
     let steering = &service.shared.steering;
@@ -117,6 +117,7 @@ fn fill(
     let recent_weight = steering.recent_load.weight(is_idle);
     let pick_number = steering.picks.current();
     candidates.clear();
+    let host_weight = service.shared.settings.host_tier_weight;
     let mut queried: Option<*const BlockHash> = None;
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
@@ -127,6 +128,9 @@ fn fill(
             && queried != Some(blocks.as_ptr())
         {
             view.index.query(blocks, hits);
+            if host_weight > 0.0 {
+                view.index.query_any(blocks, any_hits);
+            }
             queried = Some(blocks.as_ptr());
         }
         let (request_blocks, cache_hits, block_tokens) = if facts.is_multimodal {
@@ -135,7 +139,7 @@ fn fill(
         } else {
             (
                 blocks.map_or(0, |blocks| blocks.len() as u32),
-                blocks.map_or(0, |_| hits.depth(target.slot)),
+                blocks.map_or(0, |_| view.credit(target.slot, hits, any_hits, host_weight)),
                 target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
             )
         };

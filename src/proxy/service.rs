@@ -34,6 +34,8 @@ pub struct RouterService {
 #[derive(Default)]
 pub(super) struct Scratch {
     pub hits: Hits,
+    /// Depths in any memory; asked for only where host memory has a weight.
+    pub any_hits: Hits,
     pub candidates: Vec<Candidate>,
     pub indexes: Vec<u32>,
 }

@@ -21,6 +21,8 @@ pub struct Settings {
     pub policy: Policy,
     /// `--kv-overlap-weight`.
     pub overlap_weight: f64,
+    /// `--kv-host-tier-weight`.
+    pub host_tier_weight: f64,
     /// `--request-max-retries`: attempts on other workers after the first.
     pub retries_max: u32,
     pub disaggregation: DisaggregationSettings,

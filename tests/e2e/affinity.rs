@@ -47,11 +47,7 @@ fn who(workers: &[Worker], before: &mut Vec<usize>) -> usize {
 fn turns_of_a_session_stay_together_and_sessions_spread() {
     for policy in ["kv-aware", "round-robin"] {
         let workers = three();
-        let router = router()
-            .workers(&workers)
-            .args(&["--session-affinity", "both", "--router-policy", policy])
-            .shards(2)
-            .ready();
+        let router = router().workers(&workers).args(&["--session-affinity", "both"]).policy(policy).shards(2).ready();
         let mut seen = vec![0; 3];
         let mut homes: BTreeMap<String, usize> = BTreeMap::new();
         for number in 0..8 {

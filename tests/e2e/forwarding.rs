@@ -14,7 +14,7 @@ fn b08_the_body_is_forwarded_byte_for_byte() {
     ];
     let worker = json_worker("{}");
     for policy in ["round-robin", "kv-aware"] {
-        let router = router().args(&["--router-policy", policy]).worker(worker.address).ready();
+        let router = router().policy(policy).worker(worker.address).ready();
         for body in &bodies {
             let before = worker.requests();
             assert_eq!(router.post("/v1/chat/completions?x=1", body).status, 200);

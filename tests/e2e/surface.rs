@@ -150,7 +150,9 @@ fn command_lines_that_cannot_work_are_refused_with_every_reason() {
             assert!(text.contains(part), "{arguments:?}: {text:?} does not say {part:?}");
         }
     };
-    refused(&["--router-policy", "best"], &["best", "kv-aware"]);
+    let unknown = router().policy("best").output();
+    let said = String::from_utf8_lossy(&unknown.stderr).into_owned();
+    assert!(!unknown.status.success() && said.contains("best") && said.contains("kv-aware"), "{said}");
     refused(&["--no-such-flag"], &["--no-such-flag"]);
     refused(&["--worker", "https://h:1,model=m"], &["TLS"]);
     refused(&["--worker", "http://h:1,modle=m"], &["modle"]);

@@ -62,9 +62,9 @@ pub fn tuned(config: &mut DemoConfig, shape: PairShape) {
     config.engines = shape.engines();
     config.groups = 8;
     config.blocks_total = 4096;
-    config.rate = 2.5;
-    config.requests = 100;
-    config.output_tokens = 64;
+    config.rate = 6.0;
+    config.requests = 120;
+    config.output_tokens = 128;
 }
 
 /// Runs both arrangements, each with a fresh router and fresh engines.

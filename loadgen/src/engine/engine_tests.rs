@@ -421,10 +421,11 @@ fn event_streams_rebuild_the_cache_in_every_style() {
     ] {
         let config = EngineConfig { style, byte_hashes, blocks_total: 60, ..fast() };
         let engine = Engine::start(config).unwrap();
+        // SGLang's clearing at the start goes out before anyone subscribes.
+        let mut next = u64::from(style == EngineStyle::Sglang);
+        assert!(engine.wait_until(PATIENCE, |state| state.ranks[0].event_batches >= next));
         let (_context, socket) = subscribe(&engine.events_addr);
         assert!(engine.wait_for_subscriber(PATIENCE));
-        // SGLang's clearing at the start went out before anyone could subscribe.
-        let mut next = u64::from(style == EngineStyle::Sglang);
         let mut mirror = HashMap::new();
         for round in 0..30u32 {
             if round == 15 {

@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 const REPLAY_BATCHES_MAX: usize = 10_000;
 /// vLLM's default high-water mark; the library's own default of 1,000 loses batches silently.
 const HIGH_WATER_MARK: i32 = 100_000;
-const PORT_ATTEMPTS_MAX: usize = 50;
+const PORT_ATTEMPTS_MAX: usize = 256;
 
 /// One kept batch.
 type Batch = (u64, Vec<u8>);

@@ -81,7 +81,12 @@ fn framing_towards(responder: &Responder, upstream: &UpstreamResponse) -> (BodyS
 
 /// Whether the body has ended without being whole; if so, whether a chunk may still follow. The final chunk is then kept
 /// from the client. Where its first bytes went out with an earlier piece the rest is kept, so that the message has no end.
-fn ended_unfinished(piece: &mut Vec<u8>, shape: BodyShape, upstream: &UpstreamResponse, relay: &Relay<'_>) -> Option<bool> {
+fn ended_unfinished(
+    piece: &mut Vec<u8>,
+    shape: BodyShape,
+    upstream: &UpstreamResponse,
+    relay: &Relay<'_>,
+) -> Option<bool> {
     const FINAL: &[u8] = b"0\r\n\r\n";
     if !upstream.framing().is_done() || relay.observer.is_whole() {
         return None;

@@ -102,7 +102,7 @@ impl Upstream {
     /// # Errors
     /// [`UpstreamError`]; dropping the future closes the connection.
     pub async fn send(&self, request: &UpstreamRequest<'_>) -> Result<UpstreamResponse, UpstreamError> {
-        self.send_watched(request, &SendProgress::default()).await
+        self.send_with(request, None).await
     }
 
     /// The same, and notes its progress.
@@ -110,6 +110,14 @@ impl Upstream {
         &self,
         request: &UpstreamRequest<'_>,
         progress: &SendProgress,
+    ) -> Result<UpstreamResponse, UpstreamError> {
+        self.send_with(request, Some(progress)).await
+    }
+
+    async fn send_with(
+        &self,
+        request: &UpstreamRequest<'_>,
+        progress: Option<&SendProgress>,
     ) -> Result<UpstreamResponse, UpstreamError> {
         let mut pooled = self.0.pool.take(&request.address);
         loop {
@@ -144,7 +152,7 @@ impl Upstream {
         &self,
         mut connection: Box<Connection>,
         request: &UpstreamRequest<'_>,
-        progress: &SendProgress,
+        progress: Option<&SendProgress>,
     ) -> Result<UpstreamResponse, UpstreamError> {
         let failed = |connection: &Connection, kind| UpstreamError {
             kind,
@@ -153,7 +161,7 @@ impl Upstream {
         };
         connection.answered = false;
         let sent = self.write_request(&connection, request).await;
-        if sent.is_ok() {
+        if let (Ok(()), Some(progress)) = (&sent, progress) {
             progress.delivered(&connection.stream);
         }
         if let Err(Trouble::Timeout) = sent {

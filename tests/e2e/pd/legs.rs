@@ -17,7 +17,11 @@ fn both_legs_carry_one_fresh_room_and_the_decode_answer_reaches_the_client() {
         let text = answer.text();
         assert!(if stream { text.ends_with("data: [DONE]\n\n") } else { text.contains("from\":\"decode") }, "{text}");
     }
-    let (left, right) = (wait_for_bodies(&prefill, 2), bodies(&decode));
+    wait_until("both prefill legs arrived", || bodies(&prefill).len() == 2);
+    // In the order of the decode legs: a prefill leg may be read late.
+    let right = bodies(&decode);
+    let of_room = |room: &Value| bodies(&prefill).into_iter().find(|body| body["bootstrap_room"] == *room).unwrap();
+    let left: Vec<Value> = right.iter().map(|body| of_room(&body["bootstrap_room"])).collect();
     for (left, right) in left.iter().zip(&right) {
         for member in ["bootstrap_host", "bootstrap_port", "bootstrap_room", "rid"] {
             assert_eq!(left[member], right[member], "{left} {right}");
@@ -193,7 +197,7 @@ fn a_stream_without_its_terminator_is_an_error_and_aborts_the_pair() {
         let text = answer.text();
         assert!(text.contains("worker_failed") && !text.contains("\ndata: [DONE]"), "{text}");
         let rid = bodies(&decode)[0]["rid"].as_str().unwrap().to_owned();
-        wait_for_aborts(&prefill, &[rid.clone()]);
+        wait_for_aborts(&prefill, std::slice::from_ref(&rid));
         wait_for_aborts(&decode, &[rid]);
         router.wait_for_rest();
         assert_eq!(router.metric(r#"infera_requests_total{outcome="error",router="disagg"}"#), Some(1.0));
@@ -273,7 +277,7 @@ fn a_client_that_leaves_in_mid_stream_ends_the_pair_and_one_that_leaves_behind_t
             std::thread::sleep(Duration::from_millis(600));
             assert_eq!((aborts(&prefill), aborts(&decode)), (vec![], vec![]));
         } else {
-            wait_for_aborts(&prefill, &[rid.clone()]);
+            wait_for_aborts(&prefill, std::slice::from_ref(&rid));
             wait_for_aborts(&decode, &[rid]);
         }
     }
@@ -359,7 +363,7 @@ fn the_drain_timeout_starts_when_decode_ends_and_then_aborts_the_pair() {
     wait_until("the prefill leg is gone", || prefill.closed().len() == 1);
     assert!(prefill.closed()[0] + Duration::from_millis(100) > ended, "it was ended before decode was");
     let rid = bodies(&decode)[0]["rid"].as_str().unwrap().to_owned();
-    wait_for_aborts(&prefill, &[rid.clone()]);
+    wait_for_aborts(&prefill, std::slice::from_ref(&rid));
     wait_for_aborts(&decode, &[rid]);
 }
 

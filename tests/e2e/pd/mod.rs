@@ -86,7 +86,7 @@ fn done() -> Worker {
 
 /// Streams two events and the terminator, or one JSON answer, as asked.
 fn decoding() -> Worker {
-    leg(|seen, conversation| answer_as_asked(seen, conversation))
+    leg(answer_as_asked)
 }
 
 fn answer_as_asked(seen: &Seen, conversation: &mut Conversation<'_>) -> Then {

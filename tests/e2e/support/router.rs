@@ -22,6 +22,7 @@ pub struct Router {
 pub struct Start {
     command: Command,
     host: &'static str,
+    policy: &'static str,
     port: u16,
     shards: u32,
 }
@@ -41,7 +42,7 @@ pub fn router_without_io_uring() -> Start {
 
 fn start(mut command: Command) -> Start {
     command.env("RUST_LOG", "info").stdin(Stdio::null());
-    Start { command, host: "127.0.0.1", port: 0, shards: 1 }
+    Start { command, host: "127.0.0.1", policy: "kv-aware", port: 0, shards: 1 }
 }
 
 impl Start {
@@ -72,8 +73,14 @@ impl Start {
 
     fn command(mut self) -> Command {
         let (port, shards) = (self.port.to_string(), self.shards.to_string());
-        self.command.args(["--host", self.host, "--port", &port, "--shards", &shards]);
+        self.command.args(["--host", self.host, "--port", &port, "--shards", &shards, "--router-policy", self.policy]);
         self.command
+    }
+
+    /// A variable of the router's environment; the last one of a name counts.
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self
     }
 
     /// A static worker of model `m`.
@@ -82,7 +89,13 @@ impl Start {
     }
 
     pub fn round_robin(self) -> Self {
-        self.args(&["--router-policy", "round-robin"])
+        self.policy("round-robin")
+    }
+
+    /// `kv-aware` unless a test says otherwise.
+    pub fn policy(mut self, policy: &'static str) -> Self {
+        self.policy = policy;
+        self
     }
 
     /// Runs to its end: for command lines that are refused.

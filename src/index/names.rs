@@ -1,0 +1,282 @@
+//! One rank's table of engine hashes: name -> place in the tree and copies in short form, 12.8 bytes per entry before the
+//! free space. Never knows what a place or a state means.
+//!
+//! Buckets of one cache line hold five entries each; a full bucket spills into the next and counts what it has spilled, so
+//! that most lookups, and nearly all misses, touch one line, and a removal moves nothing. Capacity grows by a quarter, not
+//! by doubling: half-empty tables would be the largest part of the index. Refused: fingerprints instead of whole names (4
+//! bytes less per entry): two names of one rank would be taken for each other once in some hours of a storm.
+
+use crate::events::EngineHash;
+use crate::index::tree::Place;
+
+const ENTRIES: usize = 5;
+/// Buckets are allocated in chunks of one size, 4 KiB: tables of any size would lie in as many size classes of the
+/// allocator, which rounds up and keeps pages of each; that was a third of the index's memory.
+const CHUNK: usize = 64;
+/// Largest filling, in entries per 100 places.
+const FULL_PERCENT: usize = 86;
+/// Below this filling the table is made smaller, to the next one.
+const LOW_PERCENT: usize = 55;
+const MIDDLE_PERCENT: usize = 72;
+const SPILLED_MAX: u32 = 0xff;
+
+/// What is kept of a name's copies, 4 bits; 0 marks a free place and is never stored.
+pub type State = u8;
+
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(align(64))]
+struct Bucket {
+    names: [u64; ENTRIES],
+    places: [u32; ENTRIES],
+    /// Low 8 bits: entries that found no room here and lie further on (sticks at the most that fits). Then 4 bits for
+    /// each entry's state.
+    control: u32,
+}
+
+impl Bucket {
+    fn state(&self, entry: usize) -> State {
+        (self.control >> (8 + 4 * entry)) as State & 0xf
+    }
+
+    fn set_state(&mut self, entry: usize, state: State) {
+        let shift = 8 + 4 * entry;
+        self.control = self.control & !(0xf << shift) | u32::from(state) << shift;
+    }
+
+    fn spilled(&self) -> u32 {
+        self.control & SPILLED_MAX
+    }
+
+    fn spill(&mut self) {
+        self.control += u32::from(self.spilled() < SPILLED_MAX);
+    }
+
+    fn unspill(&mut self) {
+        self.control -= u32::from(self.spilled() < SPILLED_MAX);
+    }
+
+    fn find(&self, name: u64) -> Option<usize> {
+        (0..ENTRIES).find(|entry| self.names[*entry] == name && self.state(*entry) != 0)
+    }
+
+    fn free(&self) -> Option<usize> {
+        (0..ENTRIES).find(|entry| self.state(*entry) == 0)
+    }
+}
+
+/// Where an entry lies; good until the next insertion or removal.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    bucket: usize,
+    entry: usize,
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Names {
+    chunks: Vec<Box<[Bucket; CHUNK]>>,
+    length: usize,
+}
+
+impl Names {
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Memory of the table, free places included.
+    pub fn bytes(&self) -> usize {
+        self.buckets() * size_of::<Bucket>()
+    }
+
+    fn buckets(&self) -> usize {
+        self.chunks.len() * CHUNK
+    }
+
+    fn bucket(&self, at: usize) -> &Bucket {
+        &self.chunks[at / CHUNK][at % CHUNK]
+    }
+
+    fn bucket_mut(&mut self, at: usize) -> &mut Bucket {
+        &mut self.chunks[at / CHUNK][at % CHUNK]
+    }
+
+    /// Bucket of a name. Engines may count up or shift their names, so they are mixed first.
+    fn home(name: u64, buckets: usize) -> usize {
+        let product = u128::from(name) * 0x9e37_79b9_7f4a_7c15;
+        let mixed = (product >> 64) as u64 ^ product as u64;
+        ((u128::from(mixed) * buckets as u128) >> 64) as usize
+    }
+
+    /// Reads a name's bucket, so that the loads of several names overlap. The result means nothing.
+    #[inline]
+    pub fn touch(&self, name: EngineHash) -> u32 {
+        if self.chunks.is_empty() { 0 } else { self.bucket(Self::home(name.0, self.buckets())).control }
+    }
+
+    #[inline]
+    pub fn find(&self, name: EngineHash) -> Option<Entry> {
+        if self.chunks.is_empty() {
+            return None;
+        }
+        let mut at = Self::home(name.0, self.buckets());
+        for _ in 0..self.buckets() {
+            let bucket = self.bucket(at);
+            if let Some(entry) = bucket.find(name.0) {
+                return Some(Entry { bucket: at, entry });
+            }
+            if bucket.spilled() == 0 {
+                return None;
+            }
+            at = self.after(at);
+        }
+        None
+    }
+
+    fn after(&self, bucket: usize) -> usize {
+        if bucket + 1 == self.buckets() { 0 } else { bucket + 1 }
+    }
+
+    pub fn place(&self, entry: Entry) -> Place {
+        Place(self.bucket(entry.bucket).places[entry.entry])
+    }
+
+    pub fn state(&self, entry: Entry) -> State {
+        self.bucket(entry.bucket).state(entry.entry)
+    }
+
+    /// Changes an entry; `state` is not 0.
+    pub fn set(&mut self, entry: Entry, place: Place, state: State) {
+        assert!(state != 0, "an entry without copies is removed");
+        let bucket = self.bucket_mut(entry.bucket);
+        bucket.places[entry.entry] = place.0;
+        bucket.set_state(entry.entry, state);
+    }
+
+    /// Adds a name that is not there; `state` is not 0.
+    pub fn insert(&mut self, name: EngineHash, place: Place, state: State) {
+        assert!(state != 0, "an entry without copies is not kept");
+        if (self.length + 1) * 100 > self.buckets() * ENTRIES * FULL_PERCENT {
+            self.resize(self.chunks.len() + (self.chunks.len() / 4).max(1));
+        }
+        self.length += 1;
+        self.put(name.0, place.0, state);
+    }
+
+    fn put(&mut self, name: u64, place: u32, state: State) {
+        let mut at = Self::home(name, self.buckets());
+        // Ends, because the table is never full.
+        loop {
+            let next = self.after(at);
+            let bucket = self.bucket_mut(at);
+            if let Some(entry) = bucket.free() {
+                bucket.names[entry] = name;
+                bucket.places[entry] = place;
+                bucket.set_state(entry, state);
+                return;
+            }
+            bucket.spill();
+            at = next;
+        }
+    }
+
+    pub fn remove(&mut self, entry: Entry) {
+        let bucket = self.bucket_mut(entry.bucket);
+        let name = bucket.names[entry.entry];
+        bucket.set_state(entry.entry, 0);
+        let mut at = Self::home(name, self.buckets());
+        while at != entry.bucket {
+            self.bucket_mut(at).unspill();
+            at = self.after(at);
+        }
+        self.length -= 1;
+        if self.chunks.len() > 1 && self.length * 100 < self.buckets() * ENTRIES * LOW_PERCENT {
+            self.resize(self.length * 100 / (CHUNK * ENTRIES * MIDDLE_PERCENT) + 1);
+        }
+    }
+
+    /// Homes are monotone in the mixed name, so this reads and writes both tables front to back.
+    fn resize(&mut self, chunks: usize) {
+        let empty = (0..chunks).map(|_| Box::new([Bucket::default(); CHUNK])).collect();
+        for chunk in std::mem::replace(&mut self.chunks, empty) {
+            for bucket in chunk.iter() {
+                for entry in (0..ENTRIES).filter(|entry| bucket.state(*entry) != 0) {
+                    self.put(bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                }
+            }
+        }
+    }
+
+    /// Every entry, in no particular order.
+    pub fn iter(&self) -> impl Iterator<Item = (EngineHash, Place, State)> + '_ {
+        self.chunks.iter().flat_map(|chunk| chunk.iter()).flat_map(|bucket| {
+            (0..ENTRIES)
+                .filter(|entry| bucket.state(*entry) != 0)
+                .map(|entry| (EngineHash(bucket.names[entry]), Place(bucket.places[entry]), bucket.state(entry)))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    /// Random insertions, changes and removals, of names in a row, shifted and random, up to full and back to empty.
+    #[test]
+    fn agrees_with_a_plain_map() {
+        for seed in 0..20 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let mut names = Names::default();
+            let mut model: HashMap<u64, (u32, State)> = HashMap::new();
+            let range = 1 << random.u32(2..13);
+            for step in 0..20_000u32 {
+                let number = random.u64(0..range);
+                let name = match seed % 4 {
+                    0 => number,
+                    1 => number << 40,
+                    2 => number.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+                    _ => number << 3 | 1 << 63,
+                };
+                let known = names.find(EngineHash(name)).map(|entry| (names.place(entry).0, names.state(entry)));
+                assert_eq!(known, model.get(&name).copied(), "seed {seed} step {step}");
+                let state = random.u8(1..16);
+                match names.find(EngineHash(name)) {
+                    None => {
+                        names.insert(EngineHash(name), Place(step), state);
+                        model.insert(name, (step, state));
+                    }
+                    Some(entry) if random.u8(0..10) < if step / 3_000 % 2 == 0 { 2 } else { 9 } => {
+                        names.remove(entry);
+                        model.remove(&name);
+                    }
+                    Some(entry) => {
+                        names.set(entry, Place(step), state);
+                        model.insert(name, (step, state));
+                    }
+                }
+                assert_eq!(names.len(), model.len());
+            }
+            let mut seen: Vec<_> = names.iter().map(|(name, place, state)| (name.0, (place.0, state))).collect();
+            let mut expected: Vec<_> = model.into_iter().collect();
+            seen.sort_unstable();
+            expected.sort_unstable();
+            assert_eq!(seen, expected, "seed {seed}");
+            for (name, _) in expected {
+                let entry = names.find(EngineHash(name)).unwrap();
+                names.remove(entry);
+            }
+            assert!(names.len() == 0 && names.chunks.len() <= 2);
+            let stuck = |bucket: &Bucket| bucket.control & SPILLED_MAX != 0 && bucket.spilled() < SPILLED_MAX;
+            assert!(
+                !names.chunks.iter().flat_map(|chunk| chunk.iter()).any(stuck),
+                "an empty table has spilled nothing"
+            );
+        }
+    }
+
+    #[test]
+    fn a_bucket_is_one_cache_line() {
+        assert_eq!(size_of::<Bucket>(), 64);
+    }
+}
