@@ -23,6 +23,9 @@ pub struct SpreadArguments {
     /// Further argument of the router in all runs, repeatable.
     #[arg(long = "router-arg", allow_hyphen_values = true)]
     router_arguments: Vec<String>,
+    /// Leave the router without a tokenizer: it then knows requests and not blocks, and estimates input.
+    #[arg(long)]
+    no_tokenizer: bool,
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Router binary; the one beside this program (built if cargo started it) if absent.
@@ -39,6 +42,7 @@ pub fn run(arguments: SpreadArguments) -> Result<ExitCode> {
     let mut config = SpreadConfig::new(binary, arguments.request_weight);
     (config.prefill_engines, config.decode_engines) = (arguments.prefill.into(), arguments.decode.into());
     config.seed = arguments.seed;
+    config.has_tokenizer = !arguments.no_tokenizer;
     for setting in &mut config.settings {
         setting.arguments.extend(arguments.router_arguments.iter().cloned());
     }

@@ -55,6 +55,8 @@ pub struct SpreadConfig {
     pub prefill_engines: usize,
     pub decode_engines: usize,
     pub protocol: PdProtocol,
+    /// Whether the router counts tokens and blocks, or estimates.
+    pub has_tokenizer: bool,
     pub long: Loop,
     pub short: Loop,
     pub seed: u64,
@@ -79,8 +81,9 @@ impl SpreadConfig {
             prefill_engines: 2,
             decode_engines: 4,
             protocol: PdProtocol::VllmMooncake,
-            long: Loop { requests: 120, concurrency: 10, prompt_tokens: 3000, output_tokens: 120 },
-            short: Loop { requests: 480, concurrency: 30, prompt_tokens: 60, output_tokens: 120 },
+            has_tokenizer: true,
+            long: Loop { requests: 240, concurrency: 16, prompt_tokens: 3000, output_tokens: 120 },
+            short: Loop { requests: 480, concurrency: 32, prompt_tokens: 60, output_tokens: 120 },
             seed: 1,
             interrupt: Arc::default(),
         }
@@ -166,7 +169,9 @@ fn one(config: &SpreadConfig, setting: &Setting, text: &Arc<TextModel>, director
     let workers = directory.join("workers.json");
     std::fs::write(&workers, Value::from(records).to_string()).context("writing the workers file")?;
     let mut arguments: Vec<String> = vec!["--workers-file".into(), workers.display().to_string()];
-    arguments.extend(["--router-tokenizer-path".into(), directory.join("tokenizer").display().to_string()]);
+    if config.has_tokenizer {
+        arguments.extend(["--router-tokenizer-path".into(), directory.join("tokenizer").display().to_string()]);
+    }
     arguments.extend(setting.arguments.iter().cloned());
     let mut process = RouterProcess::start(&config.router, &arguments, &directory.join("router.log"))?;
     let url = process.url();
