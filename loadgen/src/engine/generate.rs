@@ -13,6 +13,7 @@ use super::scheduler::NewSequence;
 use super::shapes::{self, ApiError};
 use crate::net::server::{LAST_CHUNK, Request, chunked_head, push_chunk};
 use crate::net::signal::Queue;
+use crate::prompt;
 
 /// Most samples, over all prompts of a body.
 const CHOICES_MAX: usize = 128;
@@ -37,6 +38,8 @@ struct Job {
     rank: usize,
     salt: Option<String>,
     rid: Option<String>,
+    /// Names of the images in the prompt.
+    images: Vec<u64>,
 }
 
 impl Job {
@@ -80,6 +83,9 @@ pub(super) async fn respond(
         Ok(read) => read,
         Err(error) => return connection.refuse(request, &error).await,
     };
+    if !matches!(plan, Plan::Decode(_)) {
+        engine.count_images(&job.images);
+    }
     let reply = Reply {
         id: format!("{}-{:016x}", if kind == Kind::Chat { "chatcmpl" } else { "cmpl" }, rand::random::<u64>()),
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -219,6 +225,7 @@ fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Res
         rank: choose_rank(engine, request)?,
         salt: body["cache_salt"].as_str().filter(|salt| !salt.is_empty()).map(str::to_string),
         rid: body["rid"].as_str().map(str::to_string),
+        images: prompt::image_keys(body),
         prompts,
     })
 }
