@@ -27,7 +27,7 @@ pub struct SpreadArguments {
     #[arg(long)]
     only: Option<String>,
     /// For how long requests arrive in each run.
-    #[arg(long, default_value_t = 12.0)]
+    #[arg(long, default_value_t = 24.0)]
     seconds: f64,
     /// Repeats with the seeds from --seed on.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=100))]

@@ -80,7 +80,7 @@ impl SpreadConfig {
             prefill_engines: 2,
             decode_engines: 4,
             protocol: PdProtocol::VllmMooncake,
-            seconds: 12.0,
+            seconds: 24.0,
             seeds: vec![1, 2, 3],
             interrupt: Arc::default(),
         }
@@ -186,7 +186,6 @@ fn one(
     if scenario.has_tokenizer {
         arguments.extend(["--router-tokenizer-path".into(), directory.join("tokenizer").display().to_string()]);
     }
-    arguments.extend(scenario.router_arguments.iter().map(|argument| argument.to_string()));
     arguments.extend(setting.arguments.iter().cloned());
     let mut process = RouterProcess::start(&config.router, &arguments, &directory.join("router.log"))?;
     let url = process.url();

@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn a_setting_is_held_against_the_first() {
         let run = |setting: &str, seed, kv_spread| SpreadRun {
-            scenario: "assistant".into(),
+            scenario: "agents".into(),
             setting: setting.into(),
             seed,
             requests: 10,

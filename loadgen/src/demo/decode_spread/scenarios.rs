@@ -28,35 +28,32 @@ pub struct Scenario {
     pub has_tokenizer: bool,
     /// Whether decode engines hold a prefix once for all requests that have it.
     pub decode_shares_prefixes: bool,
-    pub router_arguments: Vec<&'static str>,
 }
 
 /// All of them.
 pub fn all() -> Vec<Scenario> {
     vec![
         Scenario {
-            name: "assistant",
-            about: "one long system prompt, the weights that the PD guide gives as typical: decode follows the cache",
-            streams: vec![shared(32.0, 1, 0.0)],
+            name: "one product",
+            about: "one popular system prompt and a few unique chats with long answers, decode engines that share nothing: \
+                    the router counts the prompt once per target, the target holds it once per request",
+            streams: vec![shared(24.0, 1, 0.0, 150), unique(0.7, 3200, 700)],
             has_tokenizer: true,
-            decode_shares_prefixes: true,
-            router_arguments: vec!["--kv-prefill-overlap-weight=20", "--kv-decode-overlap-weight=2"],
+            decode_shares_prefixes: false,
         },
         Scenario {
             name: "agents",
-            about: "a few long system prompts, decode engines that share nothing: a prefix counts once, and is held often",
-            streams: vec![shared(40.0, 8, 1.5)],
+            about: "eight system prompts of unequal popularity, decode engines that share nothing",
+            streams: vec![shared(30.0, 8, 1.5, 96)],
             has_tokenizer: true,
             decode_shares_prefixes: false,
-            router_arguments: Vec::new(),
         },
         Scenario {
             name: "long tail",
-            about: "one request in eleven is 50 to 100 times longer, and the router counts requests (no tokenizer)",
+            about: "one request in eleven is 50 to 100 times longer with a long answer, and the router counts requests (no tokenizer)",
             streams: long_tail(),
             has_tokenizer: false,
             decode_shares_prefixes: true,
-            router_arguments: Vec::new(),
         },
         Scenario {
             name: "long tail, counted",
@@ -64,24 +61,20 @@ pub fn all() -> Vec<Scenario> {
             streams: long_tail(),
             has_tokenizer: true,
             decode_shares_prefixes: true,
-            router_arguments: Vec::new(),
         },
     ]
 }
 
-fn shared(rate: f64, groups: usize, zipf: f64) -> Stream {
-    Stream { rate, groups, zipf, prefix_tokens: 3200, suffix_tokens: 60, output_tokens: 96 }
+fn shared(rate: f64, groups: usize, zipf: f64, output_tokens: usize) -> Stream {
+    Stream { rate, groups, zipf, prefix_tokens: 3200, suffix_tokens: 60, output_tokens }
+}
+
+fn unique(rate: f64, tokens: usize, output_tokens: usize) -> Stream {
+    let (prefix_tokens, suffix_tokens) = (tokens / 2, tokens / 2);
+    Stream { rate, groups: 1_000_000, zipf: 0.0, prefix_tokens, suffix_tokens, output_tokens }
 }
 
 /// Short chats, long ones and very long ones; the long ones have longer answers too.
 fn long_tail() -> Vec<Stream> {
-    let unique = |rate, tokens: usize, output_tokens| Stream {
-        rate,
-        groups: 1_000_000,
-        zipf: 0.0,
-        prefix_tokens: tokens / 2,
-        suffix_tokens: tokens / 2,
-        output_tokens,
-    };
-    vec![unique(36.0, 60, 96), unique(2.4, 3000, 144), unique(1.2, 6000, 144)]
+    vec![unique(30.0, 60, 96), unique(2.4, 3000, 450), unique(1.2, 6000, 450)]
 }
