@@ -57,7 +57,14 @@ pub fn request_head(data: &[u8]) -> u64 {
             assert_eq!(codings == 1, parsed.framing == request::RequestFraming::Chunked);
             assert!(parsed.target.starts_with('/') || parsed.target == "*");
             assert!(!head.contains(&0), "a NUL was let through");
-            digest((parsed.method.as_str(), codings, lengths, parsed.http10, parsed.keep_alive, parsed.expects_continue))
+            digest((
+                parsed.method.as_str(),
+                codings,
+                lengths,
+                parsed.http10,
+                parsed.keep_alive,
+                parsed.expects_continue,
+            ))
         }
     }
 }
@@ -73,7 +80,13 @@ pub fn response_head(data: &[u8]) -> u64 {
     assert!(!to_get.keep_alive || !matches!(to_get.framing, response::Framing::Close { .. }));
     let codings = to_get.head.get_all("transfer-encoding").count();
     assert!(to_get.head.get_all("content-length").count() + codings <= 1, "two framings were let through");
-    digest((to_get.status.as_u16(), codings, to_get.content_length.is_some(), to_get.keep_alive, to_get.framing.is_done()))
+    digest((
+        to_get.status.as_u16(),
+        codings,
+        to_get.content_length.is_some(),
+        to_get.keep_alive,
+        to_get.framing.is_done(),
+    ))
 }
 
 /// What following a chunked body gave.

@@ -7,6 +7,7 @@ mod cleanup;
 mod direct;
 mod disaggregated;
 mod exchange;
+mod held;
 mod keys;
 mod legs;
 mod metrics;

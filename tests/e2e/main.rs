@@ -7,6 +7,7 @@ mod etcd;
 mod support;
 
 mod affinity;
+mod bookings;
 mod breaker;
 mod decode_demand;
 mod demo;
@@ -14,6 +15,7 @@ mod discovery;
 mod exposition;
 mod failures;
 mod forwarding;
+mod images;
 mod keys;
 mod kv_aware;
 mod leaving;
