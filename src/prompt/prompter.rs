@@ -8,6 +8,7 @@ use crate::limits::PROMPT_CACHE_BYTES;
 use super::block_maker::{BlockMaker, Pending, Text};
 use super::encoder::{Encoder, EncoderChoice, on_own_thread, read_json};
 use super::model_files::ModelFiles;
+use super::outline::utf8;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
 use super::template::ChatTemplate;
@@ -213,6 +214,16 @@ impl Prompter {
         self.maker.stats()
     }
 
+    /// Token ids of a text by itself, nothing around it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, NoBlocks> {
+        self.maker.encoder.encode(text)
+    }
+
+    /// Whether the fast encoder is in use.
+    pub fn encodes_fast(&self) -> bool {
+        self.maker.encoder.is_fast()
+    }
+
     /// Name of the encoder in use.
     pub fn encoder_name(&self) -> &'static str {
         self.maker.encoder.name()
@@ -225,7 +236,7 @@ impl Prompter {
         variant: &Variant,
         body: &[u8],
     ) -> Result<Rendered, NoBlocks> {
-        let text = std::str::from_utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
         let body = Body::read(text)?;
         if let Some(ids) = given_ids(&body, engine) {
             return Ok(Rendered::Ids(ids));

@@ -17,6 +17,7 @@ use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
 use crate::pd::{AttemptIds, Members, PdEndpoint, RankPins, Sequences};
+use crate::prompt::outline::Outline;
 use crate::route::{self, Policy, Topology};
 use crate::worker::Role;
 
@@ -44,11 +45,17 @@ pub(super) async fn serve(
     endpoint: PdEndpoint,
     mut route: Route,
     request: Request,
+    outline: Option<Outline>,
     responder: &mut Responder,
 ) -> Result<Outcome, ApiError> {
     let received = request.received;
     let bad = |error: &dyn std::fmt::Display| ApiError::BadRequest(error.to_string());
-    let members = Members::scan(&request.body).map_err(|error| bad(&error))?;
+    let members = match outline {
+        Some(outline) => Members::of(outline),
+        // It was no JSON; read again for the words.
+        None => Members::scan(&request.body),
+    };
+    let members = members.map_err(|error| bad(&error))?;
     let pins = RankPins::of(&members, request.head.get("x-data-parallel-rank")).map_err(|error| bad(&error))?;
     let sequences = Sequences::of(endpoint, &members);
     if sequences.total() > limits::PAIR_SEQUENCES_MAX {
@@ -59,7 +66,7 @@ pub(super) async fn serve(
             limits::PAIR_SEQUENCES_MAX
         )));
     }
-    hash_prompt(service, &mut route, &request).await;
+    hash_prompt(service, &mut route, members.outline()).await;
     let mut job = Some(Job { request: Rc::new(request), members, endpoint, sequences, received });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
@@ -96,7 +103,7 @@ pub(super) async fn serve(
 }
 
 /// Hashes for both pools at once: their engines may differ in rules and block size.
-async fn hash_prompt(service: &RouterService, route: &mut Route, request: &Request) {
+async fn hash_prompt(service: &RouterService, route: &mut Route, outline: &Outline) {
     if service.shared.settings.policy != Policy::KvAware || route.endpoint == Endpoint::Forward {
         return;
     }
@@ -107,7 +114,7 @@ async fn hash_prompt(service: &RouterService, route: &mut Route, request: &Reque
         return;
     };
     let both = [prefill, decode].concat();
-    route.prompts = prompts::hash(service, &route.endpoint, &view.fleet, &both, &request.body).await;
+    prompts::hash(service, &mut route.prompts, &route.endpoint, &view.fleet, &both, outline).await;
 }
 
 /// Picks and books on the newest view.

@@ -22,8 +22,9 @@ use super::steering::SessionName;
 use crate::api::{self, ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::pd::PdEndpoint;
-use crate::prompt::extract::RoutingFields;
-use crate::route::{self, Policy, Topology};
+use crate::prompt::extract::{ExtractError, RoutingFields};
+use crate::prompt::outline::Outline;
+use crate::route::{self, BodyFacts, FactsScan, Policy, Topology};
 use crate::worker::{Name, Role};
 
 /// Counts a request from its start to its end. A record that is dropped unfinished belongs to a client that
@@ -63,9 +64,9 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     let mut record = Record::start(&service.shared.metrics, received);
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
         Ok(Served::ByOne(picked, response)) => relay(&picked, response, responder, received).await,
-        Ok(Served::ByAPair(endpoint, route, request)) => {
+        Ok(Served::ByAPair(endpoint, route, request, outline)) => {
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, endpoint, route, request, responder)).await {
+            match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, responder)).await {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(error, responder)).await,
             }
@@ -99,28 +100,31 @@ enum Served {
     /// One worker, whose answer has begun.
     ByOne(Picked, UpstreamResponse),
     /// A prefill and a decode worker, still to be picked.
-    ByAPair(PdEndpoint, Route, Request),
+    ByAPair(PdEndpoint, Route, Request, Option<Outline>),
 }
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
 /// gone with this future: there is no replay once the answer goes to the client.
 async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request) -> Result<Served, ApiError> {
-    let (model, samples) = requested(&endpoint, &request)?;
+    let Requested { model, samples, facts, outline } = requested(service, &endpoint, &request)?;
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let mode = service.shared.settings.disaggregation.mode;
     let named = Named::of(mode, &request.head, &service.view().fleet)?;
-    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::default() };
+    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
     if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint, &request) {
         let view = service.view();
         if disaggregated::is_pair(&view.fleet, named_model(&view.fleet, &route.model), &route.named) {
-            return Ok(Served::ByAPair(endpoint, route, request));
+            return Ok(Served::ByAPair(endpoint, route, request, outline));
         }
     }
-    if service.shared.settings.policy == Policy::KvAware && route.endpoint != Endpoint::Forward {
+    if service.shared.settings.policy == Policy::KvAware
+        && route.endpoint != Endpoint::Forward
+        && let Some(outline) = outline
+    {
         let view = service.view();
         let (_, pool) = pool_of(&view.fleet, &route)?;
-        route.prompts = prompts::hash(service, &route.endpoint, &view.fleet, pool, &request.body).await;
+        prompts::hash(service, &mut route.prompts, &route.endpoint, &view.fleet, pool, &outline).await;
     }
     let mut tried: Vec<Name> = Vec::new();
     loop {
@@ -205,23 +209,43 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
     }
 }
 
-/// The model that a request names, empty for none, and the samples that it asks for.
-fn requested(endpoint: &Endpoint, request: &Request) -> Result<(String, u32), ApiError> {
+/// What one pass over a body has found.
+struct Requested {
+    /// Empty for none.
+    model: String,
+    samples: u32,
+    facts: BodyFacts,
+    /// Absent for a body that is not JSON, on paths where that is the worker's to refuse.
+    outline: Option<Outline>,
+}
+
+fn requested(service: &RouterService, endpoint: &Endpoint, request: &Request) -> Result<Requested, ApiError> {
     if *endpoint == Endpoint::Forward {
-        return Ok((forwarded_model(request), 1));
+        let outline = Outline::read(&request.body).ok();
+        let model = forwarded_model(request, outline.as_ref());
+        return Ok(Requested { model, samples: 1, facts: BodyFacts::default(), outline });
     }
-    let fields = RoutingFields::parse(&request.body).map_err(|error| ApiError::BadRequest(error.to_string()))?;
-    Ok((fields.model.map(|model| model.into_owned()).unwrap_or_default(), fields.samples.count()))
+    let bad = |error: ExtractError| ApiError::BadRequest(error.to_string());
+    let (outline, facts) = if service.shared.settings.policy == Policy::KvAware {
+        let mut scan = FactsScan::default();
+        let outline = Outline::read_with(&request.body, |reader, key| scan.member(reader, key)).map_err(bad)?;
+        (outline, scan.facts())
+    } else {
+        (Outline::read(&request.body).map_err(bad)?, BodyFacts::default())
+    };
+    let fields = RoutingFields::of(&outline);
+    let (model, samples) = (fields.model.map(|model| model.into_owned()).unwrap_or_default(), fields.samples.count());
+    Ok(Requested { model, samples, facts, outline: Some(outline) })
 }
 
 /// Paths that the router does not know: the model is where the body's form has it, else in the query. A body
 /// that cannot be read is the worker's to refuse.
-fn forwarded_model(request: &Request) -> String {
+fn forwarded_model(request: &Request, outline: Option<&Outline>) -> String {
     let content_type = request.head.get("content-type").unwrap_or_default();
     let in_body = if content_type.starts_with(b"multipart/form-data") {
         multipart_model(&request.body)
     } else {
-        RoutingFields::parse(&request.body).ok().and_then(|fields| fields.model.map(|model| model.into_owned()))
+        outline.and_then(|outline| RoutingFields::of(outline).model).map(|model| model.into_owned())
     };
     in_body.or_else(|| api::query_parameter(&request.target, "model")).unwrap_or_default()
 }

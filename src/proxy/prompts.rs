@@ -1,11 +1,9 @@
-//! From a body to block hashes, on the shard when it is short, on the encoder pool when it is long. Whatever
-//! goes wrong costs cache locality only: the request is then routed by load, and the reason is counted. What a
-//! body says of images and caching is read in the same place.
+//! From a body to block hashes: on the shard when all but a little of its text is known, with the rest on the encoder
+//! pool. Whatever goes wrong costs cache locality only: the request is then routed by load, and the reason is counted.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use bytes::Bytes;
 use infera_shards::time::timeout;
 use tracing::warn;
 
@@ -16,7 +14,8 @@ use crate::decode_demand::{self, Input};
 use crate::fleet::{Fleet, Target};
 use crate::hash::BlockHash;
 use crate::limits;
-use crate::prompt::{self, EngineRules, NoBlocks, Prompter};
+use crate::prompt::outline::Outline;
+use crate::prompt::{self, Attempt, EngineRules, NoBlocks, Prompter};
 use crate::route::BodyFacts;
 
 /// Tokens per block for a target that has no block size of its own: the canonical value of the field.
@@ -41,6 +40,11 @@ pub(super) struct Prompts {
 }
 
 impl Prompts {
+    /// Before anything was hashed.
+    pub fn of(facts: BodyFacts) -> Self {
+        Self { facts, ..Self::default() }
+    }
+
     /// Tokens of the prompt as this target counts them. Exact where the router's own rendering is the
     /// worker's; parts other than text make it an estimate, and so does a prompt that was not tokenized.
     pub fn tokens_for(&self, target: &Target) -> (u64, Input) {
@@ -75,14 +79,15 @@ impl Wanted {
     }
 }
 
-/// Renders, encodes and hashes for every engine family and block size in `pool`.
+/// Renders, encodes and hashes for every engine family and block size in `pool`, into `prompts`.
 pub(super) async fn hash(
     service: &RouterService,
+    prompts: &mut Prompts,
     endpoint: &Endpoint,
     fleet: &Fleet,
     pool: &[u32],
-    body: &Bytes,
-) -> Prompts {
+    outline: &Outline,
+) {
     let mut wanted: Vec<Wanted> = Vec::with_capacity(1);
     for index in pool {
         let want = Wanted::of(&fleet.targets[*index as usize]);
@@ -95,34 +100,58 @@ pub(super) async fn hash(
         _ => prompt::Endpoint::Completions,
     };
     let started = Instant::now();
-    let work = Work { endpoint, wanted, estimates: service.shared.steering.demand.is_some() };
-    let done = if body.len() <= limits::INLINE_PROMPT_BODY_BYTES {
-        work.run(service.shared.prompter.as_deref(), body)
+    let shared = &service.shared;
+    let body = outline.body();
+    let work = Work { endpoint, wanted, estimates: shared.steering.demand.is_some() };
+    let prompter = shared.prompter.as_deref();
+    let here = if prompter.is_none() && !brings_ids(outline) {
+        Here::Done(work.failed(NoBlocks::NoTokenizer, body))
+    } else if body.len() <= limits::SHARD_PROMPT_BODY_BYTES && prompts.facts.messages <= limits::SHARD_PROMPT_MESSAGES {
+        work.run_here(prompter, body)
     } else {
-        match on_the_pool(service, work, body).await {
-            Some(done) => done,
-            // No time on this core for what the pool had none for: the whole body stands for its text.
-            None => return Prompts { estimated_tokens: body.len() as u64 / 4, ..Prompts::default() },
+        Here::Left(None)
+    };
+    let done = match here {
+        Here::Done(done) => Some(done),
+        Here::Left(parts) => {
+            let (prompter, body) = (shared.prompter.clone(), body.clone());
+            let job = move || match parts {
+                Some(parts) => work.done(prompter.as_deref(), Ok(parts), &body),
+                None => work.run(prompter.as_deref(), &body),
+            };
+            // Boxed: the timer inside is large, and most prompts never come here.
+            Box::pin(on_the_pool(service, Box::new(job))).await
         }
     };
-    service.shared.metrics.prompt_done(started.elapsed().as_secs_f64());
+    let Some(done) = done else {
+        // No time on this core for what the pool had none for: the whole body stands for its text.
+        prompts.estimated_tokens = body.len() as u64 / 4;
+        return;
+    };
+    shared.metrics.prompt_done(started.elapsed().as_secs_f64());
     if let Some(failure) = &done.failure {
-        report(&service.shared, failure);
+        report(shared, failure);
     }
-    done.prompts
+    (prompts.hashed, prompts.estimated_tokens) = (done.hashed, done.estimated_tokens);
 }
 
+/// A body whose prompt is token ids, which need no tokenizer.
+fn brings_ids(outline: &Outline) -> bool {
+    outline.raw("input_ids").is_some() || outline.raw("prompt").is_some_and(|prompt| prompt.starts_with(b"["))
+}
+
+type Job = Box<dyn FnOnce() -> Done + Send>;
+
 /// Nothing when the pool was full or late; that is counted here.
-async fn on_the_pool(service: &RouterService, work: Work, body: &Bytes) -> Option<Done> {
+async fn on_the_pool(service: &RouterService, job: Job) -> Option<Done> {
     let shared = &service.shared;
     let (completion, pending) = service.context.mailbox.ticket();
-    let (prompter, body) = (shared.prompter.clone(), body.clone());
     // Gone with this future: a job whose request has left or given up does nothing.
     let wanted_still = Arc::new(());
     let watch = Arc::downgrade(&wanted_still);
     let accepted = shared.encoders.submit(move || {
         if watch.strong_count() > 0 {
-            completion.complete(work.run(prompter.as_deref(), &body));
+            completion.complete(job());
         }
     });
     let reason = if !accepted {
@@ -149,36 +178,83 @@ struct Work {
 }
 
 struct Done {
-    prompts: Prompts,
+    hashed: Vec<HashedPrompt>,
+    estimated_tokens: u64,
     /// Why there are no blocks, if there are none.
     failure: Option<NoBlocks>,
 }
 
+/// One rendering of a prompt, or as far as it has come.
+struct Part {
+    rules: EngineRules,
+    block_sizes: Vec<usize>,
+    attempt: Attempt,
+}
+
+/// What came of a body on the shard.
+enum Here {
+    Done(Done),
+    /// For the pool: rendered, with more new text than the shard may encode, or not begun.
+    Left(Option<Vec<Part>>),
+}
+
 impl Work {
-    fn run(&self, prompter: Option<&Prompter>, body: &[u8]) -> Done {
-        let (hashed, failure) = match self.hash_all(prompter, body) {
-            Ok(hashed) => (hashed, None),
-            Err(failure) => (Vec::new(), Some(failure)),
+    /// As far as a shard may go: a prompt whose text is known but for a small rest is finished.
+    fn run_here(&self, prompter: Option<&Prompter>, body: &[u8]) -> Here {
+        let new_bytes_max = match prompter {
+            Some(prompter) if prompter.encodes_fast() => limits::SHARD_NEW_TEXT_BYTES,
+            _ => limits::SHARD_NEW_TEXT_BYTES_REFERENCE,
         };
-        let is_estimate_wanted = self.estimates && hashed.is_empty();
-        let estimated_tokens = if is_estimate_wanted { decode_demand::estimate_tokens(body) } else { 0 };
-        Done { prompts: Prompts { hashed, facts: BodyFacts::read(body), estimated_tokens }, failure }
+        match self.attempt(prompter, body, new_bytes_max) {
+            Ok(parts) if parts.iter().any(|part| matches!(part.attempt, Attempt::Later(_))) => Here::Left(Some(parts)),
+            parts => Here::Done(self.done(prompter, parts, body)),
+        }
     }
 
-    fn hash_all(&self, prompter: Option<&Prompter>, body: &[u8]) -> Result<Vec<HashedPrompt>, NoBlocks> {
-        let mut hashed: Vec<HashedPrompt> = Vec::with_capacity(1);
+    /// The whole way.
+    fn run(&self, prompter: Option<&Prompter>, body: &[u8]) -> Done {
+        self.done(prompter, self.attempt(prompter, body, usize::MAX), body)
+    }
+
+    fn failed(&self, failure: NoBlocks, body: &[u8]) -> Done {
+        let estimated_tokens = if self.estimates { decode_demand::estimate_tokens(body) } else { 0 };
+        Done { hashed: Vec::new(), estimated_tokens, failure: Some(failure) }
+    }
+
+    fn attempt(&self, prompter: Option<&Prompter>, body: &[u8], new_bytes_max: usize) -> Result<Vec<Part>, NoBlocks> {
+        let mut parts: Vec<Part> = Vec::with_capacity(1);
         for want in &self.wanted {
-            if hashed.iter().any(|prompt| prompt.rules == want.rules) {
+            if parts.iter().any(|part| part.rules == want.rules) {
                 continue;
             }
             let sizes = self.wanted.iter().filter(|other| other.rules == want.rules);
-            let sizes: Vec<usize> = sizes.map(|other| other.block_size as usize).collect();
-            let blocks = prompt::blocks_by_size(prompter, self.endpoint, want.rules, body, &sizes)?;
-            let tokens = blocks.first().map_or(0, |blocks| blocks.tokens as u64);
-            let by_block_size = sizes.iter().zip(blocks).map(|(size, blocks)| (*size as u32, blocks.hashes)).collect();
-            hashed.push(HashedPrompt { rules: want.rules, tokens, by_block_size });
+            let block_sizes: Vec<usize> = sizes.map(|other| other.block_size as usize).collect();
+            let attempt = prompt::attempt(prompter, self.endpoint, want.rules, body, &block_sizes, new_bytes_max)?;
+            parts.push(Part { rules: want.rules, block_sizes, attempt });
         }
-        Ok(hashed)
+        Ok(parts)
+    }
+
+    fn done(&self, prompter: Option<&Prompter>, parts: Result<Vec<Part>, NoBlocks>, body: &[u8]) -> Done {
+        let hashed = parts.and_then(|parts| parts.into_iter().map(|part| part.finished(prompter)).collect());
+        match hashed {
+            Ok(hashed) => Done { hashed, estimated_tokens: 0, failure: None },
+            Err(failure) => self.failed(failure, body),
+        }
+    }
+}
+
+impl Part {
+    fn finished(self, prompter: Option<&Prompter>) -> Result<HashedPrompt, NoBlocks> {
+        let blocks = match (self.attempt, prompter) {
+            (Attempt::Ready(blocks), _) => blocks,
+            (Attempt::Later(pending), Some(prompter)) => prompter.finish(pending)?,
+            (Attempt::Later(_), None) => return Err(NoBlocks::NoTokenizer),
+        };
+        let tokens = blocks.first().map_or(0, |blocks| blocks.tokens as u64);
+        let sizes = self.block_sizes.iter().map(|size| *size as u32);
+        let by_block_size = sizes.zip(blocks.into_iter().map(|blocks| blocks.hashes)).collect();
+        Ok(HashedPrompt { rules: self.rules, tokens, by_block_size })
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a body says of its images and of the caching it wants, in one pass that builds nothing for the rest.
+//! What a body says of its images and of the caching it wants, collected while its outline is read.
 //! Text is skipped, an image's reference is hashed where it lies, and nothing is ever refused.
 //!
 //! Shapes: OpenAI content parts, OpenAI Responses input items, Anthropic blocks (nested in tool results too),
@@ -19,33 +19,13 @@ pub struct BodyFacts {
     /// Keys of what the request refers to, in the order messages, system, images; repetitions included.
     pub images: Vec<ImageKey>,
     pub retention: Retention,
+    /// Entries of `messages`.
+    pub messages: usize,
 }
 
-impl BodyFacts {
-    /// Reads a whole body. One that is not JSON has no facts: others tell the client.
-    pub fn read(body: &[u8]) -> Self {
-        let Ok(text) = std::str::from_utf8(body) else { return Self::default() };
-        let mut scan = Scan::default();
-        let mut reader = Reader::new(text);
-        if reader.peek() != Some(b'{') {
-            return Self::default();
-        }
-        match reader.object(|reader, key| scan.member(reader, &key)) {
-            Ok(()) => scan.facts(),
-            Err(_) => Self::default(),
-        }
-    }
-}
-
-/// One source of media; a repeated member replaces its earlier value.
+/// Collects the facts while a body is read.
 #[derive(Default)]
-struct Media {
-    is_there: bool,
-    keys: Vec<ImageKey>,
-}
-
-#[derive(Default)]
-struct Scan {
+pub struct FactsScan {
     messages: Media,
     input: Media,
     system: Media,
@@ -54,12 +34,22 @@ struct Scan {
     hints: Found,
 }
 
+/// One source of media; a repeated member replaces its earlier value.
+#[derive(Default)]
+struct Media {
+    is_there: bool,
+    keys: Vec<ImageKey>,
+    /// Objects in the list.
+    entries: usize,
+}
+
 const SYSTEM: usize = 0;
 const TOOLS: usize = 1;
 const MESSAGES: usize = 2;
 
-impl Scan {
-    fn member(&mut self, reader: &mut Reader<'_>, key: &str) -> JsonResult<()> {
+impl FactsScan {
+    /// Reads the top-level member `key`, whose value the reader is at, and consumes it.
+    pub fn member(&mut self, reader: &mut Reader<'_>, key: &str) -> JsonResult<()> {
         match key {
             "messages" => (self.messages, self.hints.marks[MESSAGES]) = parts(reader)?,
             "input" => (self.input, _) = parts(reader)?,
@@ -80,11 +70,13 @@ impl Scan {
         Ok(())
     }
 
-    fn facts(self) -> BodyFacts {
+    /// What the members read so far say.
+    pub fn facts(self) -> BodyFacts {
+        let messages = self.messages.entries;
         let sources = [self.messages, self.input, self.system, self.images];
         let is_multimodal = self.has_audio || sources.iter().any(|source| source.is_there);
         let images = sources.into_iter().flat_map(|source| source.keys).take(IMAGES_PER_REQUEST_MAX).collect();
-        BodyFacts { is_multimodal, images, retention: self.hints.retention() }
+        BodyFacts { is_multimodal, images, retention: self.hints.retention(), messages }
     }
 }
 
@@ -97,6 +89,7 @@ fn parts(reader: &mut Reader<'_>) -> JsonResult<(Media, Retention)> {
             if reader.peek() != Some(b'{') {
                 return reader.skip();
             }
+            media.entries += 1;
             let mut part = Part::default();
             reader.object(|reader, key| part.member(reader, &key))?;
             part.add_to(&mut media, &mut mark);
