@@ -156,10 +156,10 @@ impl Rival {
                     command.arg("--worker").arg(worker);
                 } else {
                     let protocol = "protocol=sglang-bootstrap";
-                    command
-                        .arg("--worker")
-                        .arg(format!("{worker},role=prefill,{protocol},bootstrap={upstream},id=p:1"));
-                    command.arg("--worker").arg(format!("{worker},role=decode,{protocol},id=d:1"));
+                    // Two spellings of the backend: one address would be one worker.
+                    let prefill = format!("http://localhost:{},model=m,role=prefill", upstream.port());
+                    command.arg("--worker").arg(format!("{prefill},{protocol},bootstrap={upstream}"));
+                    command.arg("--worker").arg(format!("{worker},role=decode,{protocol}"));
                 }
             }
             Kind::Command(line) => {
