@@ -84,10 +84,6 @@ impl Members {
         self.outline.raw(key)
     }
 
-    pub fn outline(&self) -> &Outline {
-        &self.outline
-    }
-
     /// The whole body.
     pub fn body(&self) -> &Bytes {
         self.outline.body()

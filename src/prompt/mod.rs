@@ -39,6 +39,7 @@ use crate::hash::{self, BlockHash};
 pub use encoder::EncoderChoice;
 pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
+pub use request::{Body as PromptBody, Look};
 pub use variant::Variant;
 
 /// Which OpenAI endpoint a body was sent to.

@@ -37,9 +37,9 @@ impl Outline {
     }
 
     /// The same; `visit` is called with the reader at each top-level value, and its name, and must consume it.
-    pub fn read_with(
-        body: &Bytes,
-        visit: impl FnMut(&mut Reader<'_>, &str) -> JsonResult<()>,
+    pub fn read_with<'a>(
+        body: &'a Bytes,
+        visit: impl FnMut(&mut Reader<'a>, &str) -> JsonResult<()>,
     ) -> Result<Self, ExtractError> {
         Self::scan(body, visit).map_err(|error| {
             let (line, column) = error.position(body);
@@ -47,7 +47,7 @@ impl Outline {
         })
     }
 
-    fn scan(body: &Bytes, mut visit: impl FnMut(&mut Reader<'_>, &str) -> JsonResult<()>) -> JsonResult<Self> {
+    fn scan<'a>(body: &'a Bytes, mut visit: impl FnMut(&mut Reader<'a>, &str) -> JsonResult<()>) -> JsonResult<Self> {
         let mut reader = Reader::new(utf8(body)?);
         let (mut members, mut open) = (Vec::new(), None);
         if reader.peek() == Some(b'{') {

@@ -10,6 +10,9 @@ use crossbeam::channel::{Receiver, Sender, TrySendError, bounded};
 
 use crate::limits::ENCODER_QUEUE_JOBS;
 
+/// Niceness of encoder threads, above that of the process.
+const ENCODER_NICE: i32 = 5;
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Encoder threads over one bounded queue. Dropping it finishes the queued jobs and joins the threads.
@@ -41,6 +44,8 @@ impl EncoderPool {
                 let (receiver, warm_up) = (receiver.clone(), warm_up.clone());
                 let thread = std::thread::Builder::new().name(format!("encoder-{index}"));
                 thread.spawn(move || {
+                    // Where encoders and shards share cores, a relay goes first; failing costs only that.
+                    let _ = rustix::process::nice(ENCODER_NICE);
                     warm_up();
                     run(&receiver);
                 })

@@ -133,7 +133,8 @@ impl Prompter {
 
     /// Text and token ids of a body, without the prefix cache.
     pub fn tokens(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Prompt, NoBlocks> {
-        match self.rendered(endpoint, engine, &self.fleet_variant, body)? {
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        match self.rendered(endpoint, engine, &self.fleet_variant, (Body::read(text)?, body.len()))? {
             Rendered::Ids(ids) => Ok(Prompt { text: None, ids }),
             Rendered::Text(mut text) => {
                 let ids = self.maker.ids(&text)?;
@@ -177,6 +178,20 @@ impl Prompter {
         engine: EngineRules,
         variant: Option<&Variant>,
         body: &[u8],
+        block_sizes: &[usize],
+        new_bytes_max: usize,
+    ) -> Result<Attempt, NoBlocks> {
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        self.attempt_read(endpoint, engine, variant, (Body::read(text)?, body.len()), block_sizes, new_bytes_max)
+    }
+
+    /// The same for a body that was read already, given with its length in bytes.
+    pub fn attempt_read(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: (Body<'_>, usize),
         block_sizes: &[usize],
         new_bytes_max: usize,
     ) -> Result<Attempt, NoBlocks> {
@@ -234,10 +249,8 @@ impl Prompter {
         endpoint: Endpoint,
         engine: EngineRules,
         variant: &Variant,
-        body: &[u8],
+        (body, body_bytes): (Body<'_>, usize),
     ) -> Result<Rendered, NoBlocks> {
-        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
-        let body = Body::read(text)?;
         if let Some(ids) = given_ids(&body, engine) {
             return Ok(Rendered::Ids(ids));
         }
@@ -245,7 +258,7 @@ impl Prompter {
             return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
         }
         match endpoint {
-            Endpoint::Chat => self.chat(engine, variant, body, text.len()),
+            Endpoint::Chat => self.chat(engine, variant, body, body_bytes),
             Endpoint::Completions => self.completion(engine, body),
         }
         .map(Rendered::Text)

@@ -1,6 +1,7 @@
 //! One request that a prefill and a decode worker share: what must be known of it, the attempts on pairs, and the hand
 //! over of KV that an attempt left behind. The legs themselves are in `legs`, the picking in `pair`.
 
+use std::borrow::Cow;
 use std::rc::Rc;
 
 use infera_shards::{Request, Responder};
@@ -11,14 +12,13 @@ use super::exchange::{Route, named_model};
 use super::legs::{self, Attempt, Ending, Held, Job};
 use super::metrics::Outcome;
 use super::pair::{PairWish, PickedPair, Tried, pick_pair};
-use super::prompts;
 use super::service::RouterService;
 use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
 use crate::pd::{AttemptIds, Members, PdEndpoint, RankPins, Sequences};
 use crate::prompt::outline::Outline;
-use crate::route::{self, Policy, Topology};
+use crate::route::{self, Topology};
 use crate::worker::Role;
 
 /// The request as an endpoint that two legs can serve.
@@ -40,10 +40,18 @@ pub(super) fn is_pair(fleet: &Fleet, model: &str, named: &Named) -> bool {
         && matches!(route::topology(fleet, model), Ok(Topology::Disaggregated { .. }))
 }
 
+/// The targets of both roles.
+pub(super) fn both_pools<'a>(fleet: &'a Fleet, model: &str) -> Cow<'a, [u32]> {
+    match route::topology(fleet, model) {
+        Ok(Topology::Disaggregated { prefill, decode }) => Cow::Owned([prefill, decode].concat()),
+        _ => Cow::Borrowed(&[]),
+    }
+}
+
 pub(super) async fn serve(
     service: &RouterService,
     endpoint: PdEndpoint,
-    mut route: Route,
+    route: Route,
     request: Request,
     outline: Option<Outline>,
     responder: &mut Responder,
@@ -66,7 +74,6 @@ pub(super) async fn serve(
             limits::PAIR_SEQUENCES_MAX
         )));
     }
-    hash_prompt(service, &mut route, members.outline()).await;
     let mut job = Some(Job { request: Rc::new(request), members, endpoint, sequences, received });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
@@ -100,21 +107,6 @@ pub(super) async fn serve(
             }
         }
     }
-}
-
-/// Hashes for both pools at once: their engines may differ in rules and block size.
-async fn hash_prompt(service: &RouterService, route: &mut Route, outline: &Outline) {
-    if service.shared.settings.policy != Policy::KvAware || route.endpoint == Endpoint::Forward {
-        return;
-    }
-    let view = service.view();
-    let Ok(Topology::Disaggregated { prefill, decode }) =
-        route::topology(&view.fleet, named_model(&view.fleet, &route.model))
-    else {
-        return;
-    };
-    let both = [prefill, decode].concat();
-    prompts::hash(service, &mut route.prompts, &route.endpoint, &view.fleet, &both, outline).await;
 }
 
 /// Picks and books on the newest view.

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use bytes::Bytes;
 use infera_shards::time::timeout;
 use tracing::warn;
 
@@ -15,7 +16,7 @@ use crate::fleet::{Fleet, Target};
 use crate::hash::BlockHash;
 use crate::limits;
 use crate::prompt::outline::Outline;
-use crate::prompt::{self, Attempt, EngineRules, NoBlocks, Prompter};
+use crate::prompt::{self, Attempt, EngineRules, NoBlocks, PromptBody, Prompter};
 use crate::route::BodyFacts;
 
 /// Tokens per block for a target that has no block size of its own: the canonical value of the field.
@@ -79,15 +80,17 @@ impl Wanted {
     }
 }
 
-/// Renders, encodes and hashes for every engine family and block size in `pool`, into `prompts`.
-pub(super) async fn hash(
+/// Renders, encodes and hashes for every engine family and block size in `pool`, into `prompts`, as far as a shard may
+/// go: a prompt whose text is known but for a small rest is finished. `body` is what was read of it, if it was.
+pub(super) fn begin(
     service: &RouterService,
     prompts: &mut Prompts,
     endpoint: &Endpoint,
     fleet: &Fleet,
     pool: &[u32],
     outline: &Outline,
-) {
+    body: Option<PromptBody<'_>>,
+) -> Option<Unfinished> {
     let mut wanted: Vec<Wanted> = Vec::with_capacity(1);
     for index in pool {
         let want = Wanted::of(&fleet.targets[*index as usize]);
@@ -101,33 +104,42 @@ pub(super) async fn hash(
     };
     let started = Instant::now();
     let shared = &service.shared;
-    let body = outline.body();
     let work = Work { endpoint, wanted, estimates: shared.steering.demand.is_some() };
+    let bytes = outline.body();
     let prompter = shared.prompter.as_deref();
-    let here = if prompter.is_none() && !brings_ids(outline) {
-        Here::Done(work.failed(NoBlocks::NoTokenizer, body))
-    } else if body.len() <= limits::SHARD_PROMPT_BODY_BYTES && prompts.facts.messages <= limits::SHARD_PROMPT_MESSAGES {
-        work.run_here(prompter, body)
-    } else {
-        Here::Left(None)
-    };
-    let done = match here {
-        Here::Done(done) => Some(done),
-        Here::Left(parts) => {
-            let (prompter, body) = (shared.prompter.clone(), body.clone());
-            let job = move || match parts {
-                Some(parts) => work.done(prompter.as_deref(), Ok(parts), &body),
-                None => work.run(prompter.as_deref(), &body),
-            };
-            // Boxed: the timer inside is large, and most prompts never come here.
-            Box::pin(on_the_pool(service, Box::new(job))).await
+    let done = match (prompter, body) {
+        (None, _) if !brings_ids(outline) => work.failed(NoBlocks::NoTokenizer, bytes),
+        (None, _) if bytes.len() <= limits::SHARD_NEW_TEXT_BYTES => work.run(None, bytes),
+        (Some(prompter), Some(body)) if prompts.facts.messages <= limits::SHARD_PROMPT_MESSAGES => {
+            match work.attempt_here(prompter, body, bytes.len()) {
+                Ok(parts) if parts.iter().any(|part| matches!(part.attempt, Attempt::Later(_))) => {
+                    return Some(Unfinished { work, parts: Some(parts), started });
+                }
+                parts => work.done(Some(prompter), parts, bytes),
+            }
         }
+        _ => return Some(Unfinished { work, parts: None, started }),
     };
-    let Some(done) = done else {
+    take(shared, prompts, done, started);
+    None
+}
+
+/// The rest of the way, on the encoder pool.
+pub(super) async fn finish(service: &RouterService, prompts: &mut Prompts, body: &Bytes, unfinished: Unfinished) {
+    let Unfinished { work, parts, started } = unfinished;
+    let (prompter, bytes) = (service.shared.prompter.clone(), body.clone());
+    let job = move || match parts {
+        Some(parts) => work.done(prompter.as_deref(), Ok(parts), &bytes),
+        None => work.run(prompter.as_deref(), &bytes),
+    };
+    match on_the_pool(service, Box::new(job)).await {
+        Some(done) => take(&service.shared, prompts, done, started),
         // No time on this core for what the pool had none for: the whole body stands for its text.
-        prompts.estimated_tokens = body.len() as u64 / 4;
-        return;
-    };
+        None => prompts.estimated_tokens = body.len() as u64 / 4,
+    }
+}
+
+fn take(shared: &Shared, prompts: &mut Prompts, done: Done, started: Instant) {
     shared.metrics.prompt_done(started.elapsed().as_secs_f64());
     if let Some(failure) = &done.failure {
         report(shared, failure);
@@ -191,29 +203,17 @@ struct Part {
     attempt: Attempt,
 }
 
-/// What came of a body on the shard.
-enum Here {
-    Done(Done),
-    /// For the pool: rendered, with more new text than the shard may encode, or not begun.
-    Left(Option<Vec<Part>>),
+/// A prompt for the encoder pool: rendered, with more new text than a shard may encode, or not begun.
+pub(super) struct Unfinished {
+    work: Work,
+    parts: Option<Vec<Part>>,
+    started: Instant,
 }
 
 impl Work {
-    /// As far as a shard may go: a prompt whose text is known but for a small rest is finished.
-    fn run_here(&self, prompter: Option<&Prompter>, body: &[u8]) -> Here {
-        let new_bytes_max = match prompter {
-            Some(prompter) if prompter.encodes_fast() => limits::SHARD_NEW_TEXT_BYTES,
-            _ => limits::SHARD_NEW_TEXT_BYTES_REFERENCE,
-        };
-        match self.attempt(prompter, body, new_bytes_max) {
-            Ok(parts) if parts.iter().any(|part| matches!(part.attempt, Attempt::Later(_))) => Here::Left(Some(parts)),
-            parts => Here::Done(self.done(prompter, parts, body)),
-        }
-    }
-
-    /// The whole way.
+    /// The whole way, from the body's bytes.
     fn run(&self, prompter: Option<&Prompter>, body: &[u8]) -> Done {
-        self.done(prompter, self.attempt(prompter, body, usize::MAX), body)
+        self.done(prompter, self.attempt(prompter, body), body)
     }
 
     fn failed(&self, failure: NoBlocks, body: &[u8]) -> Done {
@@ -221,18 +221,47 @@ impl Work {
         Done { hashed: Vec::new(), estimated_tokens, failure: Some(failure) }
     }
 
-    fn attempt(&self, prompter: Option<&Prompter>, body: &[u8], new_bytes_max: usize) -> Result<Vec<Part>, NoBlocks> {
-        let mut parts: Vec<Part> = Vec::with_capacity(1);
+    /// From what was read, with as much encoding as a shard may do.
+    fn attempt_here(
+        &self,
+        prompter: &Prompter,
+        body: PromptBody<'_>,
+        body_bytes: usize,
+    ) -> Result<Vec<Part>, NoBlocks> {
+        let new_bytes_max = match prompter.encodes_fast() {
+            true => limits::SHARD_NEW_TEXT_BYTES,
+            false => limits::SHARD_NEW_TEXT_BYTES_REFERENCE,
+        };
+        let mut body = Some(body);
+        let families = self.families();
+        let last = families.len().saturating_sub(1);
+        let parts = families.into_iter().enumerate().map(|(index, (rules, block_sizes))| {
+            let body = if index == last { body.take() } else { body.clone() }.unwrap_or_default();
+            let body = (body, body_bytes);
+            let attempt = prompter.attempt_read(self.endpoint, rules, None, body, &block_sizes, new_bytes_max)?;
+            Ok(Part { rules, block_sizes, attempt })
+        });
+        parts.collect()
+    }
+
+    fn attempt(&self, prompter: Option<&Prompter>, body: &[u8]) -> Result<Vec<Part>, NoBlocks> {
+        let parts = self.families().into_iter().map(|(rules, block_sizes)| {
+            let attempt = prompt::attempt(prompter, self.endpoint, rules, body, &block_sizes, usize::MAX)?;
+            Ok(Part { rules, block_sizes, attempt })
+        });
+        parts.collect()
+    }
+
+    /// Engine families, each with its block sizes: one rendering for each.
+    fn families(&self) -> Vec<(EngineRules, Vec<usize>)> {
+        let mut families: Vec<(EngineRules, Vec<usize>)> = Vec::with_capacity(1);
         for want in &self.wanted {
-            if parts.iter().any(|part| part.rules == want.rules) {
-                continue;
+            match families.iter_mut().find(|(rules, _)| *rules == want.rules) {
+                Some((_, sizes)) => sizes.push(want.block_size as usize),
+                None => families.push((want.rules, vec![want.block_size as usize])),
             }
-            let sizes = self.wanted.iter().filter(|other| other.rules == want.rules);
-            let block_sizes: Vec<usize> = sizes.map(|other| other.block_size as usize).collect();
-            let attempt = prompt::attempt(prompter, self.endpoint, want.rules, body, &block_sizes, new_bytes_max)?;
-            parts.push(Part { rules: want.rules, block_sizes, attempt });
         }
-        Ok(parts)
+        families
     }
 
     fn done(&self, prompter: Option<&Prompter>, parts: Result<Vec<Part>, NoBlocks>, body: &[u8]) -> Done {

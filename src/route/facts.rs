@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use super::hints::{Found, Retention};
 use super::images::ImageKey;
 use crate::limits::IMAGES_PER_REQUEST_MAX;
-use crate::prompt::json::{JsonResult, Reader};
+use crate::prompt::json::{JsonResult, Values};
 
 /// What routing makes of a body beyond its text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -49,7 +49,7 @@ const MESSAGES: usize = 2;
 
 impl FactsScan {
     /// Reads the top-level member `key`, whose value the reader is at, and consumes it.
-    pub fn member(&mut self, reader: &mut Reader<'_>, key: &str) -> JsonResult<()> {
+    pub fn member<'a>(&mut self, reader: &mut impl Values<'a>, key: &str) -> JsonResult<()> {
         match key {
             "messages" => (self.messages, self.hints.marks[MESSAGES]) = parts(reader)?,
             "input" => (self.input, _) = parts(reader)?,
@@ -82,7 +82,7 @@ impl FactsScan {
 
 /// A list of messages, input items or parts, or one value of any other kind. Gives the media in it, those
 /// inside a `content` included, and its strongest mark.
-fn parts(reader: &mut Reader<'_>) -> JsonResult<(Media, Retention)> {
+fn parts<'a>(reader: &mut impl Values<'a>) -> JsonResult<(Media, Retention)> {
     let (mut media, mut mark) = (Media::default(), Retention::Unsaid);
     if reader.peek() == Some(b'[') {
         reader.array(|reader| {
@@ -125,7 +125,7 @@ struct Part {
 }
 
 impl Part {
-    fn member(&mut self, reader: &mut Reader<'_>, key: &str) -> JsonResult<()> {
+    fn member<'a>(&mut self, reader: &mut impl Values<'a>, key: &str) -> JsonResult<()> {
         match key {
             "type" => {
                 self.kind = match string(reader)?.as_deref() {
@@ -150,12 +150,12 @@ impl Part {
         Ok(())
     }
 
-    fn media_member(&mut self, reader: &mut Reader<'_>, rank: u8) -> JsonResult<()> {
+    fn media_member<'a>(&mut self, reader: &mut impl Values<'a>, rank: u8) -> JsonResult<()> {
         self.has_media_member |= reader.peek() != Some(b'n');
         self.refer(reader, rank)
     }
 
-    fn refer(&mut self, reader: &mut Reader<'_>, rank: u8) -> JsonResult<()> {
+    fn refer<'a>(&mut self, reader: &mut impl Values<'a>, rank: u8) -> JsonResult<()> {
         if let Some(key) = reference(reader)?
             && self.reference.is_none_or(|(best, _)| rank < best)
         {
@@ -178,7 +178,7 @@ impl Part {
 }
 
 /// The key of a reference: the string itself, or the member of an object that names the content best.
-fn reference(reader: &mut Reader<'_>) -> JsonResult<Option<ImageKey>> {
+fn reference<'a>(reader: &mut impl Values<'a>) -> JsonResult<Option<ImageKey>> {
     match reader.peek() {
         Some(b'"') => Ok(ImageKey::of_reference(&reader.string()?)),
         Some(b'{') => {
@@ -207,7 +207,7 @@ fn reference(reader: &mut Reader<'_>) -> JsonResult<Option<ImageKey>> {
 }
 
 /// A top-level list of images: strings, or objects as in a part.
-fn references(reader: &mut Reader<'_>) -> JsonResult<Media> {
+fn references<'a>(reader: &mut impl Values<'a>) -> JsonResult<Media> {
     let mut media = Media::default();
     if reader.peek() != Some(b'[') {
         reader.skip()?;
@@ -230,7 +230,7 @@ fn references(reader: &mut Reader<'_>) -> JsonResult<Media> {
     Ok(media)
 }
 
-fn mark(reader: &mut Reader<'_>) -> JsonResult<Retention> {
+fn mark<'a>(reader: &mut impl Values<'a>) -> JsonResult<Retention> {
     if reader.peek() != Some(b'{') {
         reader.skip()?;
         return Ok(Retention::Unsaid);
@@ -255,12 +255,12 @@ fn mark(reader: &mut Reader<'_>) -> JsonResult<Retention> {
 }
 
 /// The value where it is a string.
-fn string<'a>(reader: &mut Reader<'a>) -> JsonResult<Option<Cow<'a, str>>> {
+fn string<'a>(reader: &mut impl Values<'a>) -> JsonResult<Option<Cow<'a, str>>> {
     if reader.peek() == Some(b'"') { reader.string().map(Some) } else { reader.skip().map(|()| None) }
 }
 
 /// An object, or a list that is not empty.
-fn holds_something(reader: &mut Reader<'_>) -> JsonResult<bool> {
+fn holds_something<'a>(reader: &mut impl Values<'a>) -> JsonResult<bool> {
     match reader.peek() {
         Some(b'{') => reader.skip().map(|()| true),
         Some(b'[') => {
