@@ -15,6 +15,7 @@ mod forwarding;
 mod kv_aware;
 mod leaving;
 mod lifecycle;
+mod memory;
 mod official_client;
 mod pd;
 mod surface;
