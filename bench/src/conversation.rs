@@ -25,6 +25,16 @@ impl Writer {
         self.words[self.random.usize(..self.words.len())]
     }
 
+    /// A name as code has them; a million are possible, so that most are new to an encoder.
+    fn name(&mut self) -> String {
+        let (first, second) = (self.word(), self.word());
+        if self.random.bool() {
+            format!("{first}_{second}")
+        } else {
+            format!("{first}{}{}", second[..1].to_uppercase(), &second[1..])
+        }
+    }
+
     fn sentence(&mut self, out: &mut String) {
         for place in 0..self.random.usize(6..18) {
             if place > 0 {
@@ -35,6 +45,8 @@ impl Writer {
                 1 => out.push_str("naïveté"),
                 2 => out.push_str("“quoted”"),
                 3 => out.push_str("例えば"),
+                4..=8 => out.push_str(&self.name()),
+                9 => out.push_str(&format!("{:x}", self.random.u32(..))),
                 _ => out.push_str(self.word()),
             }
         }
@@ -44,7 +56,7 @@ impl Writer {
     fn code(&mut self, out: &mut String) {
         out.push_str("\n```rust\n");
         for _ in 0..self.random.usize(4..16) {
-            let (name, from, with) = (self.word(), self.word(), self.word());
+            let (name, from, with) = (self.name(), self.word(), self.name());
             let line = match self.random.u8(..4) {
                 0 => format!("    let {name} = {from}.get(\"{with}\").unwrap_or(&{});\n", self.random.u16(..)),
                 1 => format!("    if {name}_{from} > {} {{ return Err(\"{with}\\n\".into()); }}\n", self.random.u8(..)),
@@ -88,7 +100,11 @@ impl Writer {
 
 /// A chat body for model `m`.
 pub fn body(messages: &[Value]) -> Vec<u8> {
-    json!({"model": "m", "stream": false, "max_tokens": 64, "messages": messages}).to_string().into_bytes()
+    body_for("m", messages)
+}
+
+pub fn body_for(model: &str, messages: &[Value]) -> Vec<u8> {
+    json!({"model": model, "stream": false, "max_tokens": 64, "messages": messages}).to_string().into_bytes()
 }
 
 /// The body as a request.

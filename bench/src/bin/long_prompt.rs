@@ -136,7 +136,8 @@ fn measure(
         Prompter::load(&arguments.tokenizer, options)
     };
     let (fast, reference) = (load(EncoderChoice::Checked)?, load(EncoderChoice::Reference)?);
-    ensure!(fast.encodes_fast(), "the fast encoder does not take this model");
+    let is_judged = arguments.tokens >= JUDGED_TOKENS_MIN;
+    ensure!(fast.encodes_fast() || !is_judged, "the fast encoder does not take this model");
     let mut writer = Writer::new(arguments.seed);
     let prompt =
         |body: &[u8]| fast.tokens(Endpoint::Chat, EngineRules::Vllm, body).map_err(|error| anyhow::anyhow!("{error}"));
@@ -174,7 +175,6 @@ fn measure(
             .collect();
         cold_ms.push(spend(router, &mut clients.0, &cold)?);
         let texts = cold.iter().map(|body| Ok(prompt(body)?.text.context("a text")?)).collect::<Result<Vec<_>>>()?;
-        // As in the router, each text is new to the encoder: these were encoded by another thread's caches.
         fast_ms.push(encode(&fast, &texts)?);
         reference_ms.push(encode(&reference, &texts[..1])?);
         progress(&format!(
@@ -189,7 +189,7 @@ fn measure(
     let spread_of = |values: Vec<f64>| spread(values).context("no round");
     let (next_turn_ms, cold_ms) = (spread_of(next_ms)?, spread_of(cold_ms)?);
     let (fast_encoder_ms, reference_encoder_ms) = (spread_of(fast_ms)?, spread_of(reference_ms)?);
-    let goals = if tokens < JUDGED_TOKENS_MIN {
+    let goals = if !is_judged {
         Vec::new()
     } else {
         let whole_ratio = reference_encoder_ms.median / next_turn_ms.median;
@@ -237,7 +237,7 @@ fn spend(proxy: &Running, client: &mut Exchange, bodies: &[Vec<u8>]) -> Result<f
     Ok(per(spent, bodies.len()))
 }
 
-/// CPU of this thread per text, milliseconds; the better of two passes over different halves would hide new text, so one.
+/// CPU of this thread per text, milliseconds.
 fn encode(prompter: &Prompter, texts: &[String]) -> Result<f64> {
     let before = thread_cpu();
     for text in texts {
