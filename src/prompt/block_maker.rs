@@ -9,9 +9,7 @@ use super::encoder::Encoder;
 use super::flights::Flights;
 use super::segments::{Piece, Splitter};
 use super::{NoBlocks, PromptBlocks, PromptStats, spare};
-
-/// Pieces from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
-const LONG_PIECE_BYTES: usize = 8 << 10;
+use crate::limits::LONG_PIECE_BYTES;
 
 /// Spreads the names of one text's cuts over block sizes.
 const BLOCK_SIZE_FACTOR: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;

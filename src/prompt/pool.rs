@@ -1,5 +1,8 @@
 //! A small pool of threads for encoding long prompts, so that a relay on a shard never waits for one.
 //!
+//! Its threads run at the process's own priority. A lower one was measured and is worse where shards and encoders share
+//! a core: a shard then waits for what a preempted encoder holds, the kernel's lock on the address space above all.
+//!
 //! Knows nothing of shards or requests: a job is a closure that does the work and hands its result over
 //! itself. The caller keeps the deadline; a job whose caller has given up should notice and return early.
 
@@ -9,9 +12,6 @@ use std::thread::JoinHandle;
 use crossbeam::channel::{Receiver, Sender, TrySendError, bounded};
 
 use crate::limits::ENCODER_QUEUE_JOBS;
-
-/// Niceness of encoder threads, above that of the process.
-const ENCODER_NICE: i32 = 5;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -44,8 +44,6 @@ impl EncoderPool {
                 let (receiver, warm_up) = (receiver.clone(), warm_up.clone());
                 let thread = std::thread::Builder::new().name(format!("encoder-{index}"));
                 thread.spawn(move || {
-                    // Where encoders and shards share cores, a relay goes first; failing costs only that.
-                    let _ = rustix::process::nice(ENCODER_NICE);
                     warm_up();
                     run(&receiver);
                 })

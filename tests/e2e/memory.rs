@@ -4,10 +4,12 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::support::router::{Router, router};
 use crate::support::wait_until;
 
+const LOADING_MAX: Duration = Duration::from_secs(120);
 const IDLE_MIB_MAX: u64 = 200;
 /// What a shard may add; the loaded tokenizer takes some 60 MiB.
 const SHARD_MIB_MAX: u64 = 6;
@@ -28,7 +30,8 @@ fn tokenizer() -> Option<PathBuf> {
 fn start(tokenizer: &Path, shards: u32) -> Router {
     // Nobody listens there; a router without workers rests all the same.
     let nobody = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
-    router().shards(shards).worker(nobody).args(&["--router-tokenizer-path", tokenizer.to_str().unwrap()]).start()
+    let tokenizer = ["--router-tokenizer-path", tokenizer.to_str().unwrap()];
+    router().shards(shards).worker(nobody).args(&tokenizer).patience(LOADING_MAX).start()
 }
 
 fn resident_mib(router: &Router) -> u64 {
