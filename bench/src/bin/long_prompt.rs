@@ -174,7 +174,14 @@ fn measure(
             .map(|_| conversation::body(&writer.conversation(body_bytes * 96 / 100)))
             .collect();
         cold_ms.push(spend(router, &mut clients.0, &cold)?);
-        let texts = cold.iter().map(|body| Ok(prompt(body)?.text.context("a text")?)).collect::<Result<Vec<_>>>()?;
+        // Rendered on a thread of its own: what an encoder remembers of a text it remembers by thread, and here each
+        // text is to be as new as it was to the router.
+        let texts = std::thread::scope(|scope| {
+            let (cold, prompt) = (&cold, &prompt);
+            let text = move |body: &Vec<u8>| prompt(body)?.text.context("a text");
+            let rendering = scope.spawn(move || cold.iter().map(text).collect::<Result<Vec<_>>>());
+            rendering.join().map_err(|_| anyhow::anyhow!("rendering panicked"))?
+        })?;
         fast_ms.push(encode(&fast, &texts)?);
         reference_ms.push(encode(&reference, &texts[..1])?);
         progress(&format!(
