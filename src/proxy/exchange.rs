@@ -122,7 +122,7 @@ fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Resu
     let fleet = &view.fleet;
     let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
     let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
-    let pair = disaggregated::endpoint_of(&route.endpoint, request)
+    let pair = disaggregated::endpoint_of(&route.endpoint)
         .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
     let mut unfinished = None;
     if service.shared.settings.policy == Policy::KvAware

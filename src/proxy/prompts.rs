@@ -100,6 +100,7 @@ pub(super) fn begin(
     }
     let endpoint = match endpoint {
         Endpoint::ChatCompletions => prompt::Endpoint::Chat,
+        Endpoint::Responses => prompt::Endpoint::Responses,
         _ => prompt::Endpoint::Completions,
     };
     let started = Instant::now();

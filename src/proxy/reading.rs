@@ -43,22 +43,24 @@ impl<'a> Reading<'a> {
                 })
             });
             if let Ok(outline) = outline {
-                return Ok(Self::with(outline, scan.facts(), Some(prompt)));
+                return Ok(Self::with(endpoint, outline, scan.facts(), Some(prompt)));
             }
         }
         let bad = |error: ExtractError| ApiError::BadRequest(error.to_string());
         if is_kv_aware {
             let mut scan = FactsScan::default();
             let outline = Outline::read_with(body, |reader, key| scan.member(reader, key)).map_err(bad)?;
-            return Ok(Self::with(outline, scan.facts(), None));
+            return Ok(Self::with(endpoint, outline, scan.facts(), None));
         }
-        Ok(Self::with(Outline::read(body).map_err(bad)?, BodyFacts::default(), None))
+        Ok(Self::with(endpoint, Outline::read(body).map_err(bad)?, BodyFacts::default(), None))
     }
 
-    fn with(outline: Outline, facts: BodyFacts, prompt: Option<PromptBody<'a>>) -> Self {
+    fn with(endpoint: &Endpoint, outline: Outline, facts: BodyFacts, prompt: Option<PromptBody<'a>>) -> Self {
         let fields = RoutingFields::of(&outline);
         let model = fields.model.map(|model| model.into_owned()).unwrap_or_default();
-        Self { model, samples: fields.samples.count(), facts, outline: Some(outline), prompt }
+        // A Responses request has one sample: `n` means nothing there.
+        let samples = if *endpoint == Endpoint::Responses { 1 } else { fields.samples.count() };
+        Self { model, samples, facts, outline: Some(outline), prompt }
     }
 }
 
