@@ -3,9 +3,20 @@
 /// Largest request body that is read, bytes (`--max-body-bytes`).
 pub const BODY_BYTES_MAX: usize = 64 << 20;
 
-/// Bodies up to this many bytes are rendered, encoded and hashed on the shard itself: about 1 ms at
-/// worst. Longer ones go to the encoder pool, so that relays on the same shard do not notice.
-pub const INLINE_PROMPT_BODY_BYTES: usize = 2 << 10;
+/// Bodies up to this many bytes and messages are rendered, and looked for in the prefix cache, on the shard itself: about
+/// 1 ms at worst. Longer ones go to the encoder pool as they are, so that relays on the same shard do not notice.
+pub const SHARD_PROMPT_BODY_BYTES: usize = 1 << 20;
+pub const SHARD_PROMPT_MESSAGES: usize = 512;
+
+/// New text up to this many bytes is encoded on the shard: some 0.1 ms with the fast encoder, and with the reference,
+/// which takes about 50 times as long, 1 ms for its own bound. Below `LONG_PIECE_BYTES`: a thread that encodes a long
+/// piece may have to wait for another that does.
+pub const SHARD_NEW_TEXT_BYTES: usize = (8 << 10) - 1;
+pub const SHARD_NEW_TEXT_BYTES_REFERENCE: usize = 2 << 10;
+
+/// Pieces of a prompt from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
+pub const LONG_PIECE_BYTES: usize = 8 << 10;
+const _: () = assert!(SHARD_NEW_TEXT_BYTES < LONG_PIECE_BYTES && SHARD_NEW_TEXT_BYTES_REFERENCE < LONG_PIECE_BYTES);
 
 /// Jobs waiting for an encoder thread, per thread. A full queue routes by load.
 pub const ENCODER_QUEUE_JOBS: usize = 256;

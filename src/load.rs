@@ -5,9 +5,13 @@
 //! `pending`, and the ingest core replaces them by the exact number of *distinct* in-flight blocks when it
 //! reads the message a moment later. Never does IO.
 
+mod distinct;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+use distinct::DistinctBlocks;
 
 pub use crate::fleet::{TargetId, TargetLoad};
 use crate::hash::BlockHash;
@@ -67,7 +71,7 @@ impl Drop for Booking {
     }
 }
 
-/// Reference counts of in-flight blocks per target. Lives on the ingest core; one `apply` per message.
+/// The prompts in flight per target. Lives on the ingest core; one `apply` per message.
 #[derive(Default)]
 pub struct Ledger {
     targets: HashMap<TargetId, Entry>,
@@ -75,7 +79,7 @@ pub struct Ledger {
 
 struct Entry {
     load: Arc<TargetLoad>,
-    counts: HashMap<BlockHash, u32>,
+    blocks: DistinctBlocks,
     requests: u64,
 }
 
@@ -92,14 +96,16 @@ impl Ledger {
         self.targets.len()
     }
 
-    fn started(&mut self, target: TargetId, load: Arc<TargetLoad>, blocks: &[BlockHash]) {
-        let entry = self.targets.entry(target).or_insert_with(|| Entry { load, counts: HashMap::new(), requests: 0 });
+    fn started(&mut self, target: TargetId, load: Arc<TargetLoad>, blocks: &Arc<[BlockHash]>) {
+        let entry = self.targets.entry(target).or_insert_with(|| Entry {
+            load,
+            blocks: DistinctBlocks::default(),
+            requests: 0,
+        });
         entry.requests += 1;
-        for block in blocks {
-            *entry.counts.entry(*block).or_insert(0) += 1;
-        }
+        entry.blocks.add(blocks);
         // Exact before approximate: a reader between the two sees too much load for a moment, never too little.
-        entry.load.distinct_blocks.store(entry.counts.len() as u64, Ordering::Relaxed);
+        entry.load.distinct_blocks.store(entry.blocks.count() as u64, Ordering::Relaxed);
         entry.load.pending_blocks.fetch_sub(blocks.len() as u64, Ordering::Relaxed);
     }
 
@@ -108,16 +114,9 @@ impl Ledger {
             debug_assert!(false, "a booking finished that never started");
             return;
         };
-        for block in blocks {
-            if let Some(count) = entry.counts.get_mut(block) {
-                *count -= 1;
-                if *count == 0 {
-                    entry.counts.remove(block);
-                }
-            }
-        }
+        entry.blocks.remove(blocks);
         entry.requests -= 1;
-        entry.load.distinct_blocks.store(entry.counts.len() as u64, Ordering::Relaxed);
+        entry.load.distinct_blocks.store(entry.blocks.count() as u64, Ordering::Relaxed);
         if entry.requests == 0 {
             self.targets.remove(&target);
         }

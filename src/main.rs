@@ -50,6 +50,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
 
     config::raise_descriptor_limit();
     let prompter = config.prompter()?;
+    // Loading a tokenizer takes several times the memory of the loaded one.
+    infera_shards::release_free_memory();
     let ingest = Ingest::start(IngestConfig {
         cpu: config.placement().ingest,
         subscribe: config.policy == Policy::KvAware,
@@ -59,7 +61,10 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let discovery = Discovery::start(config.discovery.clone(), move |workers| fleet_updates.send(workers))?;
 
     let warm = prompter.clone();
-    let warm_up = move || warm.iter().for_each(|prompter| prompter.warm_up());
+    let warm_up = move || {
+        warm.iter().for_each(|prompter| prompter.warm_up());
+        infera_shards::release_free_memory();
+    };
     let encoders = EncoderPool::start_warm(config.encoder_thread_count(), warm_up)?;
 
     let lifecycle = Arc::new(Lifecycle::default());

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use infera_router::hash::prompt_blocks;
 use infera_router::prompt::{
-    Attempt, Endpoint, EngineRules, NoBlocks, Prompt, Prompter, PrompterOptions, Variant, blocks,
+    Attempt, Endpoint, EngineRules, NoBlocks, Prompt, Prompter, PrompterOptions, Variant, attempt,
     tokens_without_tokenizer,
 };
 use serde_json::json;
@@ -415,10 +415,16 @@ fn token_ids_need_no_tokenizer() {
     for endpoint in [Endpoint::Chat, Endpoint::Completions] {
         let prompt = tokens_without_tokenizer(endpoint, br#"{"prompt":[1,2,3,4],"messages":[]}"#).unwrap();
         assert_eq!(prompt, Prompt { text: None, ids: vec![1, 2, 3, 4] });
-        let found = blocks(None, endpoint, Vllm, br#"{"prompt":[1,2,3,4,5]}"#, 4).unwrap();
+        let blocks = |endpoint, engine, body: &[u8], block_size| {
+            attempt(None, endpoint, engine, body, &[block_size], 0).map(|attempt| match attempt {
+                Attempt::Ready(mut blocks) => blocks.remove(0),
+                Attempt::Later(_) => panic!("token ids need no encoding"),
+            })
+        };
+        let found = blocks(endpoint, Vllm, br#"{"prompt":[1,2,3,4,5]}"#, 4).unwrap();
         assert_eq!((found.hashes[0].0, found.hashes.len(), found.tokens), (0x341839abbe30be0b, 1, 5));
-        assert_eq!(blocks(None, endpoint, Vllm, br#"{"prompt":"text"}"#, 4), Err(NoBlocks::NoTokenizer));
-        assert_eq!(blocks(None, endpoint, Vllm, br#"{"prompt":"te"#, 4), Err(NoBlocks::BadJson));
-        assert_eq!(blocks(None, endpoint, Vllm, b"\xff", 4), Err(NoBlocks::BadJson));
+        assert_eq!(blocks(endpoint, Vllm, br#"{"prompt":"text"}"#, 4), Err(NoBlocks::NoTokenizer));
+        assert_eq!(blocks(endpoint, Vllm, br#"{"prompt":"te"#, 4), Err(NoBlocks::BadJson));
+        assert_eq!(blocks(endpoint, Vllm, b"\xff", 4), Err(NoBlocks::BadJson));
     }
 }

@@ -111,6 +111,14 @@ pub struct RoutingArgs {
     /// JSON object given to the chat template when a request does not set its members.
     #[arg(long, value_name = "JSON", env = "INFERA_KV_DEFAULT_CHAT_TEMPLATE_KWARGS")]
     pub kv_default_chat_template_kwargs: Option<String>,
+    /// Bytes of memory for prompts that were seen before, so that only what is new is encoded; 0 remembers nothing.
+    #[arg(
+        long,
+        value_name = "BYTES",
+        env = "INFERA_PROMPT_CACHE_BYTES",
+        default_value_t = crate::limits::PROMPT_CACHE_BYTES as u64
+    )]
+    pub prompt_cache_bytes: u64,
     /// Threads that encode long prompts [default: by the number of cores].
     #[arg(long, value_name = "N")]
     pub encoder_threads: Option<u32>,

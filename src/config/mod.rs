@@ -70,6 +70,8 @@ pub struct Config {
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
+    /// Bound of the prefix cache; 0 for none.
+    pub prompt_cache_bytes: usize,
     pub request_retries_max: u32,
     pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,

@@ -29,6 +29,8 @@ const NOT_BUILT: [(&str, Option<&str>); 7] = [
 const SHARDS_MAX: u32 = 1024;
 const ENCODER_THREADS_MAX: u32 = 1024;
 const RETRIES_MAX: u32 = 100;
+/// The cache's table is laid out at start, at a twentieth of this.
+const PROMPT_CACHE_BYTES_MAX: u64 = 1 << 40;
 /// Longest duration that is accepted, seconds: ten years, far from every clock's overflow.
 const SECONDS_MAX: f64 = 315_360_000.0;
 
@@ -127,6 +129,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         kv_host_tier_weight: routing.host_tier_weight,
         chat_template_kwargs: routing.chat_template_kwargs,
         encoder_threads: routing.encoder_threads,
+        prompt_cache_bytes: routing.prompt_cache_bytes,
         request_retries_max: routing.request_retries_max,
         disaggregation,
         steering,
@@ -298,6 +301,7 @@ struct Routing {
     host_tier_weight: f64,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     encoder_threads: Option<usize>,
+    prompt_cache_bytes: usize,
     request_retries_max: u32,
 }
 
@@ -336,6 +340,11 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
     };
     let encoder_threads =
         arguments.encoder_threads.map(|threads| problems.range("--encoder-threads", threads, 1, ENCODER_THREADS_MAX));
+    let prompt_cache_bytes = arguments.prompt_cache_bytes;
+    if prompt_cache_bytes > PROMPT_CACHE_BYTES_MAX {
+        problems
+            .add(format!("--prompt-cache-bytes must be at most {PROMPT_CACHE_BYTES_MAX} (got {prompt_cache_bytes})"));
+    }
     problems.range("--request-max-retries", arguments.request_max_retries, 0, RETRIES_MAX);
     Routing {
         policy,
@@ -344,6 +353,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         host_tier_weight,
         chat_template_kwargs,
         encoder_threads,
+        prompt_cache_bytes: prompt_cache_bytes as usize,
         request_retries_max: arguments.request_max_retries,
     }
 }

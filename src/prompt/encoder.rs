@@ -85,6 +85,11 @@ impl Encoder {
         }
     }
 
+    /// Whether long texts take milliseconds, not hundreds of them.
+    pub fn is_fast(&self) -> bool {
+        matches!(self.implementation, Implementation::Fast(_))
+    }
+
     /// Ids of a text without anything around it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, NoBlocks> {
         match &self.implementation {

@@ -10,6 +10,7 @@ use super::encoder::{Encoder, EncoderChoice, on_own_thread};
 use super::environment::strftime;
 use super::model_files::ModelFiles;
 use super::native::Native;
+use super::outline::utf8;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
 use super::template::ChatTemplate;
@@ -135,7 +136,8 @@ impl Prompter {
 
     /// Text and token ids of a body, without the prefix cache.
     pub fn tokens(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Prompt, NoBlocks> {
-        match self.rendered(endpoint, engine, &self.fleet_variant, body)? {
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        match self.rendered(endpoint, engine, &self.fleet_variant, (Body::read(text)?, body.len()))? {
             Rendered::Ids(ids) => Ok(Prompt { text: None, ids }),
             Rendered::Text(mut text) => {
                 let ids = self.maker.ids(&text)?;
@@ -182,6 +184,20 @@ impl Prompter {
         block_sizes: &[usize],
         new_bytes_max: usize,
     ) -> Result<Attempt, NoBlocks> {
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        self.attempt_read(endpoint, engine, variant, (Body::read(text)?, body.len()), block_sizes, new_bytes_max)
+    }
+
+    /// The same for a body that was read already, given with its length in bytes.
+    pub fn attempt_read(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: (Body<'_>, usize),
+        block_sizes: &[usize],
+        new_bytes_max: usize,
+    ) -> Result<Attempt, NoBlocks> {
         if block_sizes.contains(&0) {
             return Err(NoBlocks::Unsupported("a block size of 0"));
         }
@@ -221,6 +237,16 @@ impl Prompter {
         self.maker.stats()
     }
 
+    /// Token ids of a text by itself, nothing around it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, NoBlocks> {
+        self.maker.encoder.encode(text)
+    }
+
+    /// Whether the fast encoder is in use.
+    pub fn encodes_fast(&self) -> bool {
+        self.maker.encoder.is_fast()
+    }
+
     /// Name of the encoder in use.
     pub fn encoder_name(&self) -> &'static str {
         self.maker.encoder.name()
@@ -239,10 +265,8 @@ impl Prompter {
         endpoint: Endpoint,
         engine: EngineRules,
         variant: &Variant,
-        body: &[u8],
+        (body, body_bytes): (Body<'_>, usize),
     ) -> Result<Rendered, NoBlocks> {
-        let text = std::str::from_utf8(body).map_err(|_| NoBlocks::BadJson)?;
-        let body = Body::read(text)?;
         if let Some(ids) = given_ids(&body, engine) {
             return Ok(Rendered::Ids(ids));
         }
@@ -251,9 +275,9 @@ impl Prompter {
         }
         let mut rendered = match endpoint {
             Endpoint::Completions => self.completion(engine, body),
-            Endpoint::Chat => self.chat(endpoint, engine, variant, body, text.len()),
+            Endpoint::Chat => self.chat(endpoint, engine, variant, body, body_bytes),
             Endpoint::Responses => {
-                self.chat(endpoint, engine, variant, responses::chat_body(body, engine)?, text.len())
+                self.chat(endpoint, engine, variant, responses::chat_body(body, engine)?, body_bytes)
             }
         }?;
         if rendered.cuts.is_empty() {

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 
 use super::NoBlocks;
 use super::json::{JsonResult, LONE_SURROGATE, Reader};
-use super::tree::{Map, Tree};
+use super::tree::{Cursor, Map, Tree};
 
 /// What one engine renders: the template's variables and what is done around the rendering.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ pub struct Conversation<'a> {
 }
 
 /// Members of a chat or completion body, in the types in which they arrived.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Body<'a> {
     pub messages: Option<Tree<'a>>,
     pub prompt: Option<Tree<'a>>,
@@ -58,6 +58,22 @@ pub struct Body<'a> {
     pub conversation: Option<Tree<'a>>,
 }
 
+/// A top-level value as it was found: still to be consumed, or read already.
+pub enum Look<'l, 't, 'a> {
+    Text(&'l mut Reader<'a>),
+    Tree(&'l mut Cursor<'t>),
+}
+
+impl Look<'_, '_, '_> {
+    /// Nothing to see.
+    pub fn pass(self) -> JsonResult<()> {
+        match self {
+            Look::Text(reader) => reader.skip(),
+            Look::Tree(_) => Ok(()),
+        }
+    }
+}
+
 impl<'a> Body<'a> {
     /// Reads a body; members that do not touch the prompt are skipped, `null` is absence.
     pub fn read(text: &'a str) -> Result<Self, NoBlocks> {
@@ -67,13 +83,19 @@ impl<'a> Body<'a> {
             return Err(NoBlocks::BadJson);
         }
         reader
-            .object(|reader, key| body.member(reader, &key))
+            .object(|reader, key| body.member(reader, &key, |look| look.pass()))
             .and_then(|()| reader.end())
             .map_err(|error| bad_json(error.what))?;
         Ok(body)
     }
 
-    fn member(&mut self, reader: &mut Reader<'a>, key: &str) -> JsonResult<()> {
+    /// Reads the top-level member `key`, whose value the reader is at, or passes over it. `look` sees every value once.
+    pub fn member(
+        &mut self,
+        reader: &mut Reader<'a>,
+        key: &str,
+        look: impl FnOnce(Look<'_, '_, 'a>) -> JsonResult<()>,
+    ) -> JsonResult<()> {
         let slot = match key {
             "messages" => &mut self.messages,
             "prompt" => &mut self.prompt,
@@ -98,9 +120,11 @@ impl<'a> Body<'a> {
             "previous_response_id" => &mut self.previous_response_id,
             "previous_input_messages" => &mut self.previous_input_messages,
             "conversation" => &mut self.conversation,
-            _ => return reader.skip(),
+            _ => return look(Look::Text(reader)),
         };
-        *slot = Some(Tree::read(reader)?).filter(|value| !value.is_null());
+        let value = Tree::read(reader)?;
+        look(Look::Tree(&mut Cursor(&value)))?;
+        *slot = Some(value).filter(|value| !value.is_null());
         Ok(())
     }
 }

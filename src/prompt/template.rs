@@ -45,12 +45,13 @@ impl ChatTemplate {
     /// Renders over a map of variables; `bytes_hint` is about how long the text will be.
     pub fn render(&self, variables: Value, bytes_hint: usize) -> Result<String, NoBlocks> {
         let template = self.environment.get_template(NAME).map_err(|error| refusal(&error))?;
-        let mut output = Bounded(spare::take(bytes_hint.min(RENDERED_BYTES_MAX)));
+        // The spare buffer is empty, so this checks nothing and cannot fail.
+        let spare = String::from_utf8(spare::take(bytes_hint.min(RENDERED_BYTES_MAX))).unwrap_or_default();
+        let mut output = Bounded(spare);
         match template.render_captured_to(variables, &mut output) {
-            // The engine writes whole strings, so this cannot fail; if it did, the text could not be encoded.
-            Ok(_) => String::from_utf8(output.0).map_err(|_| NoBlocks::EncodeFailed),
+            Ok(_) => Ok(output.0),
             Err(error) => {
-                spare::give(output.0);
+                spare::give(output.0.into_bytes());
                 Err(refusal(&error))
             }
         }
@@ -58,14 +59,17 @@ impl ChatTemplate {
 }
 
 /// Output that refuses to grow beyond the bound on rendered text.
-struct Bounded(Vec<u8>);
+///
+/// The template engine writes whole strings, one after another; checked each by itself by vector code, they cost a
+/// fraction of what checking the whole text at its end does where it is not ASCII.
+struct Bounded(String);
 
 impl std::io::Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         if self.0.len() + bytes.len() > RENDERED_BYTES_MAX {
             return Err(std::io::ErrorKind::FileTooLarge.into());
         }
-        self.0.extend_from_slice(bytes);
+        self.0.push_str(simdutf8::basic::from_utf8(bytes).map_err(|_| std::io::ErrorKind::InvalidData)?);
         Ok(bytes.len())
     }
 

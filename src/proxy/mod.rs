@@ -14,6 +14,7 @@ mod pair;
 mod peers;
 mod pick;
 mod prompts;
+mod reading;
 mod relay;
 mod service;
 mod shared;

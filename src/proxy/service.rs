@@ -42,10 +42,6 @@ pub(super) struct Scratch {
 
 impl RouterService {
     pub fn new(shared: Arc<Shared>, context: ShardContext) -> Self {
-        // Short prompts are encoded on the shard itself, and its first one must not stop the relays.
-        if let Some(prompter) = &shared.prompter {
-            prompter.warm_up();
-        }
         Self {
             view: RefCell::new(Cache::new(shared.view.clone())),
             round_robin: RefCell::new(RoundRobin::new(context.shard)),

@@ -17,6 +17,7 @@ mod images;
 mod kv_aware;
 mod leaving;
 mod lifecycle;
+mod memory;
 mod official_client;
 mod pd;
 mod surface;
