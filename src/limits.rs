@@ -126,3 +126,23 @@ pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
 /// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
 /// ends of its monitor, and a replay now and then.
 pub const RANKS_PER_EVENT_CONTEXT: usize = 200;
+
+/// Longest body that is kept to explain a divergence, bytes; requests with a longer one are not watched.
+pub const PARITY_BODY_BYTES_MAX: usize = 4 << 20;
+
+/// Between two watched requests of one target: while it is unknown or in doubt, and once it is confirmed.
+pub const PARITY_INTERVAL_IN_DOUBT: std::time::Duration = std::time::Duration::from_millis(500);
+pub const PARITY_INTERVAL_CONFIRMED: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// How long events may trail the end of the request that caused them.
+pub const PARITY_GRACE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// Longest time that one watched request keeps its target from another.
+pub const PARITY_CHECK_MAX: std::time::Duration = std::time::Duration::from_secs(600);
+
+/// Branches beside the expected blocks that one check keeps, and tokens of each.
+pub const PARITY_BRANCHES_MAX: usize = 4;
+pub const PARITY_BRANCH_TOKENS_MAX: usize = 1 << 16;
+
+/// Divergences waiting to be explained; further ones are only counted.
+pub const PARITY_EXPLANATIONS_MAX: usize = 8;

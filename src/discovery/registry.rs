@@ -16,7 +16,7 @@ use super::facts::Facts;
 use super::source::{Registration, Set, merge};
 use super::status::{Shared, SourceKind};
 use super::{DiscoveryConfig, etcd::EtcdSource, file};
-use crate::fleet::{DiscoveredWorker, WorkerState};
+use crate::fleet::{DiscoveredWorker, Parity, WorkerState};
 use crate::limits;
 use crate::worker::WorkerRecord;
 
@@ -61,7 +61,7 @@ impl Entry {
     fn discovered(&self) -> DiscoveredWorker {
         let record = self.facts.complete(&self.registration.record);
         let state = state(&record, &self.address, self.unanswered.as_deref());
-        DiscoveredWorker { record, address: self.address.as_ref().ok().copied(), state }
+        DiscoveredWorker { record, address: self.address.as_ref().ok().copied(), state, probed: Parity::Unknown }
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::*;
-use crate::fleet::WorkerState;
+use crate::fleet::{Parity, WorkerState};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -181,7 +181,8 @@ fn a_worker_that_says_everything_is_not_asked() {
     record.kv_events_endpoint = Some("tcp://127.0.0.1:1".to_owned());
     let mut running = Running::start(command_line(vec![record.clone()]));
     running.wait("the worker", |workers| workers.len() == 1);
-    let expected = DiscoveredWorker { record, address: Some(engine.address), state: WorkerState::Active };
+    let expected =
+        DiscoveredWorker { record, address: Some(engine.address), state: WorkerState::Active, probed: Parity::Unknown };
     assert_eq!(running.last, [expected]);
     let status = running.handle.status();
     assert_eq!((status.state, status.last_contact_age, status.workers), (State::Ok, None, 1));

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use crate::fleet::{
-    DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, Worker, WorkerState,
+    DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, TargetParity, Worker,
+    WorkerState,
 };
 use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
 use crate::load::{TargetId, TargetLoad};
@@ -21,6 +22,7 @@ pub struct Rank {
     pub route_key: Name,
     pub load: Arc<TargetLoad>,
     pub demand: Arc<TargetDemand>,
+    pub parity: Arc<TargetParity>,
 }
 
 /// One worker as registered now.
@@ -93,6 +95,7 @@ impl Registry {
                         rank.record_id = RecordId(self.next_record);
                     }
                 }
+                known.ranks.iter().for_each(|rank| rank.parity.set_probed(new.probed));
                 known.worker = Arc::new(worker(id, known.worker.generation, new));
             } else if self.join(id.clone(), new) {
                 changes.joined.push(id);
@@ -113,7 +116,8 @@ impl Registry {
         }
         let is_multiplexed = new.record.is_rank_multiplexed();
         let route_key = |number| if is_multiplexed { format!("{id}#dp{number}").into() } else { id.clone() };
-        let ranks = (0..count).map(|number| self.rank(route_key(number))).collect();
+        let ranks: Vec<Rank> = (0..count).map(|number| self.rank(route_key(number))).collect();
+        ranks.iter().for_each(|rank| rank.parity.set_probed(new.probed));
         self.demand.forget_departed();
         self.next_generation += 1;
         let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new));
@@ -133,6 +137,7 @@ impl Registry {
             target: TargetId(self.next_target),
             record_id: RecordId(self.next_record),
             load: Arc::default(),
+            parity: Arc::default(),
             // The same cell as before while requests of an earlier registration are still in flight.
             demand: self.demand.cell(&route_key),
             route_key,
@@ -175,6 +180,7 @@ impl Registry {
                     route_key: rank.route_key.clone(),
                     load: rank.load.clone(),
                     demand: rank.demand.clone(),
+                    parity: rank.parity.clone(),
                     block_size: worker.record.kv_block_size.filter(|size| *size > 0).or_else(|| learned(rank.slot)),
                 });
             }
@@ -220,10 +226,16 @@ fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Wor
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fleet::Parity;
 
     fn discovered(json: serde_json::Value) -> DiscoveredWorker {
         let record: WorkerRecord = serde_json::from_value(json).unwrap();
-        DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 80).into()), state: WorkerState::Active }
+        DiscoveredWorker {
+            record,
+            address: Some(([127, 0, 0, 1], 80).into()),
+            state: WorkerState::Active,
+            probed: Parity::Unknown,
+        }
     }
 
     fn plain(id: &str) -> serde_json::Value {

@@ -92,6 +92,14 @@ impl Encoder {
         }
     }
 
+    /// Text of ids, special tokens included; for people to read.
+    pub fn decode(&self, ids: &[u32]) -> Option<String> {
+        match &self.implementation {
+            Implementation::Reference(tokenizer) => tokenizer.decode(ids, false).ok(),
+            Implementation::Fast(tokenizer) => tokenizer.decode(ids, false).ok(),
+        }
+    }
+
     /// Ids that stand before, and behind, a text that is encoded with special tokens.
     pub fn ends(&self) -> (&[u32], &[u32]) {
         (&self.ends.before, &self.ends.after)

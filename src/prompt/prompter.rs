@@ -208,6 +208,11 @@ impl Prompter {
         let _ = self.maker.encoder.encode(WARM_UP_TEXT);
     }
 
+    /// Text of token ids, special tokens included; for people to read.
+    pub fn text_of(&self, ids: &[u32]) -> Option<String> {
+        self.maker.encoder.decode(ids)
+    }
+
     /// Counters for metrics.
     pub fn stats(&self) -> PromptStats {
         self.maker.stats()

@@ -10,6 +10,7 @@ mod legs;
 mod metrics;
 mod observe;
 mod pair;
+mod parity;
 mod peers;
 mod pick;
 mod prompts;

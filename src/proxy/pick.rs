@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use tracing::{Level, debug, enabled, info};
 
+use super::parity;
 use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
 use super::service::{Handles, RouterService, Scratch};
 use super::steering::{SessionName, Turn};
@@ -36,6 +37,13 @@ impl Picked {
     pub fn served(&self) {
         if let Some(session) = &self.session {
             session.served();
+        }
+    }
+
+    /// The worker has answered the request to its end.
+    pub fn completed(&self) {
+        if let Some(booking) = &self.booking {
+            booking.note_complete();
         }
     }
 
@@ -218,6 +226,7 @@ fn kv_aware(
         "pick"
     );
     let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
+    parity::watch(shared, wish, target, &blocks);
     Charge { blocks, reservation, session: lease }.on(service, target)
 }
 

@@ -13,7 +13,7 @@ use super::service::RouterService;
 use super::shared::Shared;
 use crate::api::Endpoint;
 use crate::decode_demand::{self, Input};
-use crate::fleet::{Fleet, Target};
+use crate::fleet::{Fleet, Parity, Target};
 use crate::hash::BlockHash;
 use crate::limits;
 use crate::prompt::{self, EngineRules, NoBlocks, Prompter};
@@ -38,15 +38,27 @@ pub(super) struct Prompts {
     pub facts: BodyFacts,
     /// Tokens by the size of the body's strings; only where demand needs them and the prompt gave none.
     estimated_tokens: u64,
+    /// What the prompt was made of; absent when there is none.
+    pub source: Option<Source>,
+}
+
+/// A prompt as it came.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    pub endpoint: prompt::Endpoint,
+    pub body: Bytes,
 }
 
 impl Prompts {
     /// Tokens of the prompt as this target counts them. Exact where the router's own rendering is the
-    /// worker's; parts other than text make it an estimate, and so does a prompt that was not tokenized.
+    /// worker's; parts other than text make it an estimate, and so do a worker that is known to render otherwise and a
+    /// prompt that was not tokenized.
     pub fn tokens_for(&self, target: &Target) -> (u64, Input) {
         let rules = Wanted::of(target).rules;
         match self.hashed.iter().find(|prompt| prompt.rules == rules) {
-            Some(prompt) if self.facts.is_multimodal => (prompt.tokens, Input::Estimated),
+            Some(prompt) if self.facts.is_multimodal || target.parity.verdict() == Parity::Diverged => {
+                (prompt.tokens, Input::Estimated)
+            }
             Some(prompt) => (prompt.tokens, Input::Exact),
             None => (self.estimated_tokens, Input::Estimated),
         }
@@ -96,7 +108,7 @@ pub(super) async fn hash(
     };
     let started = Instant::now();
     let work = Work { endpoint, wanted, estimates: service.shared.steering.demand.is_some() };
-    let done = if body.len() <= limits::INLINE_PROMPT_BODY_BYTES {
+    let mut done = if body.len() <= limits::INLINE_PROMPT_BODY_BYTES {
         work.run(service.shared.prompter.as_deref(), body)
     } else {
         match on_the_pool(service, work, body).await {
@@ -106,6 +118,7 @@ pub(super) async fn hash(
         }
     };
     service.shared.metrics.prompt_done(started.elapsed().as_secs_f64());
+    done.prompts.source = Some(Source { endpoint, body: body.clone() });
     if let Some(failure) = &done.failure {
         report(&service.shared, failure);
     }
@@ -162,7 +175,7 @@ impl Work {
         };
         let is_estimate_wanted = self.estimates && hashed.is_empty();
         let estimated_tokens = if is_estimate_wanted { decode_demand::estimate_tokens(body) } else { 0 };
-        Done { prompts: Prompts { hashed, facts: BodyFacts::read(body), estimated_tokens }, failure }
+        Done { prompts: Prompts { hashed, facts: BodyFacts::read(body), estimated_tokens, source: None }, failure }
     }
 
     fn hash_all(&self, prompter: Option<&Prompter>, body: &[u8]) -> Result<Vec<HashedPrompt>, NoBlocks> {
