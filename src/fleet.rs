@@ -51,6 +51,9 @@ pub struct Worker {
     /// Path in front of every request's path (the URL's own path without its trailing slash), mostly empty.
     pub base_path: String,
     pub state: WorkerState,
+    /// Id of the template arguments that the engine adds to every chat; absent where they are not known, and the fleet's
+    /// are taken for them.
+    pub variant: Option<u64>,
 }
 
 /// Identity of a target over the life of the process; never reused.
@@ -245,6 +248,7 @@ pub(crate) mod fixtures {
                 authority: member.id.to_owned(),
                 base_path: String::new(),
                 state: WorkerState::Active,
+                variant: None,
             });
             fleet.workers.push(worker.clone());
             for rank in 0..member.ranks {

@@ -57,7 +57,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         ..IngestConfig::default()
     })?;
     let fleet_updates = ingest.fleet_updates.clone();
-    let discovery = Discovery::start(config.discovery.clone(), move |workers| fleet_updates.send(workers))?;
+    let discovery =
+        Discovery::start_with(config.discovery.clone(), prompter.clone(), move |workers| fleet_updates.send(workers))?;
 
     let warm = prompter.clone();
     let warm_up = move || warm.iter().for_each(|prompter| prompter.warm_up());

@@ -120,8 +120,9 @@ fn check(name: &str) {
             let ids = tokens(&reference);
             let context = || format!("{name}, seed {seed}, round {round}, turn {turn}, ends {with_ends}: {whole:?}");
             assert_eq!(tokens(&cached), ids, "encoders differ: {}", context());
-            let blocks =
-                cached.blocks_by_size(Endpoint::Completions, EngineRules::Vllm, body.as_bytes(), &BLOCK_SIZES).unwrap();
+            let blocks = cached
+                .blocks_by_size(Endpoint::Completions, EngineRules::Vllm, None, body.as_bytes(), &BLOCK_SIZES)
+                .unwrap();
             for (size, blocks) in BLOCK_SIZES.iter().zip(blocks) {
                 assert_eq!(blocks.tokens, ids.len(), "tokens in blocks of {size}: {}", context());
                 assert_eq!(*blocks.hashes, prompt_blocks(&ids, *size), "blocks of {size}: {}", context());

@@ -318,6 +318,34 @@ fn a_request_brings_its_own_template_only_where_that_is_allowed() {
     assert_eq!(model_with(false, config(), open).text(Vllm, body), "own u");
 }
 
+/// Templates that a request may bring are hostile until shown otherwise: each ends soon, and none ends the process.
+#[test]
+fn a_template_of_a_request_is_bounded() {
+    let open = PrompterOptions { allow_request_chat_template: true, ..PrompterOptions::default() };
+    let model = model_with(false, json!({"chat_template": "ours"}), open);
+    let reason = |template: &str, content: &str| {
+        let body = json!({"messages": [{"role": "user", "content": content}], "chat_template": template});
+        model.chat(Vllm, &body.to_string()).map_err(|refusal| refusal.reason())
+    };
+    let long = "x".repeat(64 << 10);
+    let loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
+    assert_eq!(reason(loops, "u"), Err("too_long"), "fuel");
+    let output = "{% for a in range(9999) %}{{ messages[0].content }}{% endfor %}";
+    assert_eq!(reason(output, &long), Err("too_long"), "output");
+    let doubled = "{% set ns = namespace(t=messages[0].content) %}{% for a in range(64) %}\
+        {% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}";
+    assert_eq!(reason(doubled, &long), Err("too_long"), "memory of a value");
+    let recursive = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}";
+    assert_eq!(reason(recursive, "u"), Err("template_failed"), "recursion");
+    for (open, close) in
+        [("(", ")"), ("[", "]"), ("{% if 1 %}", "{% endif %}"), ("{% for a in [1] %}", "{% endfor %}"), ("not ", "")]
+    {
+        let inner = if open.starts_with('{') { ("", "") } else { ("{{ ", " }}") };
+        let nested = format!("{}{}1{}{}", inner.0, open.repeat(20_000), close.repeat(20_000), inner.1);
+        assert!(reason(&nested, "u").is_err(), "{open} nested");
+    }
+}
+
 #[test]
 fn roles_and_reasoning_by_engine() {
     let model = model(

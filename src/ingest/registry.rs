@@ -10,6 +10,7 @@ use crate::fleet::{
 };
 use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
 use crate::load::{TargetId, TargetLoad};
+use crate::prompt::Variant;
 use crate::worker::{Generation, Name, Role, WorkerRecord};
 
 /// One rank of one registration.
@@ -220,7 +221,14 @@ fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Wor
         },
         state => state,
     };
-    Worker { id, generation, record, address: discovered.address, authority, base_path, state }
+    let variant = record.default_chat_template_kwargs.as_ref().and_then(|arguments| match Variant::of(arguments) {
+        Ok(variant) => Some(variant.id()),
+        Err(error) => {
+            tracing::warn!(worker_id = %id, %error, "the worker's template arguments cannot be used; the fleet's are");
+            None
+        }
+    });
+    Worker { id, generation, record, address: discovered.address, authority, base_path, state, variant }
 }
 
 #[cfg(test)]

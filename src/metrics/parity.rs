@@ -8,6 +8,7 @@ use prometheus::Error;
 use super::live::{Scrape, signed};
 use crate::fleet::{Fleet, Parity};
 use crate::parity::{Finding, ParityCounts};
+use crate::prompt::Variant;
 
 pub(super) fn families(scrape: &Scrape, counts: &ParityCounts, fleet: &Fleet) -> Result<(), Error> {
     let help =
@@ -21,6 +22,14 @@ pub(super) fn families(scrape: &Scrape, counts: &ParityCounts, fleet: &Fleet) ->
     }
     for ((worker_id, model), verdict) in workers {
         family.with_label_values(&[worker_id, model]).set(verdict.gauge());
+    }
+    let help = "1 for the template arguments that the worker's engine is known to add to every chat.";
+    let variants = scrape.gauges("infera_router_render_variant", help, &["worker_id", "variant"])?;
+    for worker in &fleet.workers {
+        let arguments = worker.record.default_chat_template_kwargs.as_ref();
+        if let Some(variant) = arguments.and_then(|arguments| Variant::of(arguments).ok()) {
+            variants.with_label_values(&[&*worker.id, variant.label()]).set(1);
+        }
     }
     let help = "Watched requests in a row whose blocks the target's KV events have never shown.";
     let unseen = scrape.gauges("infera_router_render_parity_unseen", help, &["target"])?;

@@ -9,7 +9,7 @@ use tracing::{Level, debug, enabled};
 use super::check::Branch;
 use crate::limits::PARITY_EXPLANATIONS_MAX;
 use crate::load::Expectation;
-use crate::prompt::{self, EngineRules, NoBlocks, Prompter};
+use crate::prompt::{self, EngineRules, NoBlocks, Prompter, Variant};
 
 /// Tokens shown on each side of the first difference.
 const CONTEXT_TOKENS: usize = 12;
@@ -65,7 +65,11 @@ fn explain(prompter: Option<&Prompter>, divergence: &Divergence) -> Result<Optio
     let Expectation { worker, endpoint, body, block_size, .. } = &*divergence.expectation;
     let rules = EngineRules::of_engine(&worker.record.engine);
     let ids = match prompter {
-        Some(prompter) => prompter.tokens(*endpoint, rules, body)?.ids,
+        Some(prompter) => {
+            let arguments = worker.record.default_chat_template_kwargs.as_ref();
+            let variant = arguments.and_then(|arguments| Variant::of(arguments).ok());
+            prompter.tokens_of_variant(*endpoint, rules, variant.as_ref(), body)?.ids
+        }
         None => prompt::tokens_without_tokenizer(*endpoint, body)?.ids,
     };
     let text = |ids: &[u32]| match prompter.and_then(|prompter| prompter.text_of(ids)) {

@@ -5,11 +5,13 @@
 
 mod check;
 mod explain;
+mod probe;
 mod standing;
 mod watches;
 
 pub use check::{Branch, Check, Finding, Stored};
 pub use explain::{Divergence, start_if_heard};
+pub use probe::{Answer, Probe, judge, own_tokens, probes};
 pub use standing::{News, Standing};
 pub use watches::{Admission, ParityCounts, Watches};
 

@@ -106,11 +106,12 @@ pub fn blocks_by_size(
     prompter: Option<&Prompter>,
     endpoint: Endpoint,
     engine: EngineRules,
+    variant: Option<&Variant>,
     body: &[u8],
     block_sizes: &[usize],
 ) -> Result<Vec<PromptBlocks>, NoBlocks> {
     match prompter {
-        Some(prompter) => prompter.blocks_by_size(endpoint, engine, body, block_sizes),
+        Some(prompter) => prompter.blocks_by_size(endpoint, engine, variant, body, block_sizes),
         None => {
             let prompt = tokens_without_tokenizer(endpoint, body)?;
             Ok(block_sizes.iter().map(|block_size| prompt.blocks(*block_size)).collect())
@@ -126,7 +127,7 @@ pub fn blocks(
     body: &[u8],
     block_size: usize,
 ) -> Result<PromptBlocks, NoBlocks> {
-    let mut blocks = blocks_by_size(prompter, endpoint, engine, body, &[block_size])?;
+    let mut blocks = blocks_by_size(prompter, endpoint, engine, None, body, &[block_size])?;
     blocks.pop().ok_or(NoBlocks::NoPrompt)
 }
 

@@ -132,7 +132,18 @@ impl Prompter {
 
     /// Text and token ids of a body, without the prefix cache.
     pub fn tokens(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Prompt, NoBlocks> {
-        match self.rendered(endpoint, engine, &self.fleet_variant, body)? {
+        self.tokens_of_variant(endpoint, engine, None, body)
+    }
+
+    /// The same for a worker's own variant; `None` is the fleet's.
+    pub fn tokens_of_variant(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: &[u8],
+    ) -> Result<Prompt, NoBlocks> {
+        match self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body)? {
             Rendered::Ids(ids) => Ok(Prompt { text: None, ids }),
             Rendered::Text(mut text) => {
                 let ids = self.maker.ids(&text)?;
@@ -150,19 +161,21 @@ impl Prompter {
         body: &[u8],
         block_size: usize,
     ) -> Result<PromptBlocks, NoBlocks> {
-        let mut blocks = self.blocks_by_size(endpoint, engine, body, &[block_size])?;
+        let mut blocks = self.blocks_by_size(endpoint, engine, None, body, &[block_size])?;
         blocks.pop().ok_or(NoBlocks::NoPrompt)
     }
 
-    /// Block hashes of a body in each block size: one rendering and one encoding for all of them.
+    /// Block hashes of a body in each block size: one rendering and one encoding for all of them. `variant` is the
+    /// worker's own, `None` the fleet's.
     pub fn blocks_by_size(
         &self,
         endpoint: Endpoint,
         engine: EngineRules,
+        variant: Option<&Variant>,
         body: &[u8],
         block_sizes: &[usize],
     ) -> Result<Vec<PromptBlocks>, NoBlocks> {
-        match self.attempt(endpoint, engine, None, body, block_sizes, usize::MAX)? {
+        match self.attempt(endpoint, engine, variant, body, block_sizes, usize::MAX)? {
             Attempt::Ready(blocks) => Ok(blocks),
             Attempt::Later(pending) => self.finish(pending),
         }
@@ -216,6 +229,11 @@ impl Prompter {
     /// Counters for metrics.
     pub fn stats(&self) -> PromptStats {
         self.maker.stats()
+    }
+
+    /// What workers that say nothing of their own are taken to render.
+    pub fn fleet_variant(&self) -> &Variant {
+        &self.fleet_variant
     }
 
     /// Name of the encoder in use.

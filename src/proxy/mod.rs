@@ -14,6 +14,7 @@ mod parity;
 mod peers;
 mod pick;
 mod prompts;
+mod queries;
 mod relay;
 mod service;
 mod shared;

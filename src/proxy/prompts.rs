@@ -16,7 +16,7 @@ use crate::decode_demand::{self, Input};
 use crate::fleet::{Fleet, Parity, Target};
 use crate::hash::BlockHash;
 use crate::limits;
-use crate::prompt::{self, EngineRules, NoBlocks, Prompter};
+use crate::prompt::{self, EngineRules, NoBlocks, Prompter, Variant};
 use crate::route::BodyFacts;
 
 /// Tokens per block for a target that has no block size of its own: the canonical value of the field.
@@ -26,6 +26,7 @@ pub(super) const DEFAULT_BLOCK_TOKENS: u32 = 16;
 #[derive(Clone, Debug)]
 pub(super) struct HashedPrompt {
     rules: EngineRules,
+    variant: Option<u64>,
     tokens: u64,
     by_block_size: Vec<(u32, Arc<[BlockHash]>)>,
 }
@@ -54,8 +55,7 @@ impl Prompts {
     /// worker's; parts other than text make it an estimate, and so do a worker that is known to render otherwise and a
     /// prompt that was not tokenized.
     pub fn tokens_for(&self, target: &Target) -> (u64, Input) {
-        let rules = Wanted::of(target).rules;
-        match self.hashed.iter().find(|prompt| prompt.rules == rules) {
+        match self.hashed_for(Wanted::of(target)) {
             Some(prompt) if self.facts.is_multimodal || target.parity.verdict() == Parity::Diverged => {
                 (prompt.tokens, Input::Estimated)
             }
@@ -67,14 +67,20 @@ impl Prompts {
     /// The prompt's blocks as this target names them.
     pub fn blocks_for(&self, target: &Target) -> Option<&Arc<[BlockHash]>> {
         let wanted = Wanted::of(target);
-        let prompt = self.hashed.iter().find(|prompt| prompt.rules == wanted.rules)?;
+        let prompt = self.hashed_for(wanted)?;
         prompt.by_block_size.iter().find(|(size, _)| *size == wanted.block_size).map(|(_, blocks)| blocks)
+    }
+
+    fn hashed_for(&self, wanted: Wanted) -> Option<&HashedPrompt> {
+        self.hashed.iter().find(|prompt| (prompt.rules, prompt.variant) == (wanted.rules, wanted.variant))
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wanted {
     rules: EngineRules,
+    /// Of the worker's own template arguments; absent for the fleet's.
+    variant: Option<u64>,
     block_size: u32,
 }
 
@@ -82,6 +88,7 @@ impl Wanted {
     fn of(target: &Target) -> Self {
         Self {
             rules: EngineRules::of_engine(&target.worker.record.engine),
+            variant: target.worker.variant,
             block_size: target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
         }
     }
@@ -96,18 +103,26 @@ pub(super) async fn hash(
     body: &Bytes,
 ) -> Prompts {
     let mut wanted: Vec<Wanted> = Vec::with_capacity(1);
+    let mut variants: Vec<Variant> = Vec::new();
     for index in pool {
-        let want = Wanted::of(&fleet.targets[*index as usize]);
-        if !wanted.contains(&want) {
-            wanted.push(want);
+        let target = &fleet.targets[*index as usize];
+        let want = Wanted::of(target);
+        if wanted.contains(&want) {
+            continue;
         }
+        if want.variant.is_some_and(|id| variants.iter().all(|variant| variant.id() != id)) {
+            // What cannot be made a variant has no id, so this one can.
+            let arguments = target.worker.record.default_chat_template_kwargs.as_ref();
+            variants.extend(arguments.and_then(|arguments| Variant::of(arguments).ok()));
+        }
+        wanted.push(want);
     }
     let endpoint = match endpoint {
         Endpoint::ChatCompletions => prompt::Endpoint::Chat,
         _ => prompt::Endpoint::Completions,
     };
     let started = Instant::now();
-    let work = Work { endpoint, wanted, estimates: service.shared.steering.demand.is_some() };
+    let work = Work { endpoint, wanted, variants, estimates: service.shared.steering.demand.is_some() };
     let mut done = if body.len() <= limits::INLINE_PROMPT_BODY_BYTES {
         work.run(service.shared.prompter.as_deref(), body)
     } else {
@@ -157,6 +172,8 @@ async fn on_the_pool(service: &RouterService, work: Work, body: &Bytes) -> Optio
 struct Work {
     endpoint: prompt::Endpoint,
     wanted: Vec<Wanted>,
+    /// The workers' own, by the ids that `wanted` names.
+    variants: Vec<Variant>,
     /// Whether a prompt that cannot be tokenized is to be measured all the same.
     estimates: bool,
 }
@@ -181,17 +198,40 @@ impl Work {
     fn hash_all(&self, prompter: Option<&Prompter>, body: &[u8]) -> Result<Vec<HashedPrompt>, NoBlocks> {
         let mut hashed: Vec<HashedPrompt> = Vec::with_capacity(1);
         for want in &self.wanted {
-            if hashed.iter().any(|prompt| prompt.rules == want.rules) {
+            if hashed.iter().any(|prompt| (prompt.rules, prompt.variant) == (want.rules, want.variant)) {
                 continue;
             }
-            let sizes = self.wanted.iter().filter(|other| other.rules == want.rules);
-            let sizes: Vec<usize> = sizes.map(|other| other.block_size as usize).collect();
-            let blocks = prompt::blocks_by_size(prompter, self.endpoint, want.rules, body, &sizes)?;
+            let rendering = self.rendering(want, prompter);
+            let is_alike = |other: &Wanted| self.rendering(other, prompter) == rendering;
+            let known = hashed.iter().find(|prompt| {
+                is_alike(&Wanted { rules: prompt.rules, variant: prompt.variant, block_size: want.block_size })
+            });
+            if let Some(known) = known {
+                let alike = HashedPrompt { variant: want.variant, ..known.clone() };
+                hashed.push(alike);
+                continue;
+            }
+            let mut sizes: Vec<usize> = Vec::with_capacity(1);
+            for other in self.wanted.iter().filter(|other| is_alike(other)) {
+                if !sizes.contains(&(other.block_size as usize)) {
+                    sizes.push(other.block_size as usize);
+                }
+            }
+            let variant = self.variants.iter().find(|variant| want.variant == Some(variant.id()));
+            let blocks = prompt::blocks_by_size(prompter, self.endpoint, want.rules, variant, body, &sizes)?;
             let tokens = blocks.first().map_or(0, |blocks| blocks.tokens as u64);
             let by_block_size = sizes.iter().zip(blocks).map(|(size, blocks)| (*size as u32, blocks.hashes)).collect();
-            hashed.push(HashedPrompt { rules: want.rules, tokens, by_block_size });
+            hashed.push(HashedPrompt { rules: want.rules, variant: want.variant, tokens, by_block_size });
         }
         Ok(hashed)
+    }
+
+    /// What tells one rendering from another. Arguments that are the fleet's own anyway make no other, and a
+    /// completion has no template to give them to.
+    fn rendering(&self, want: &Wanted, prompter: Option<&Prompter>) -> (EngineRules, u64) {
+        let fleets = prompter.map_or(0, |prompter| prompter.fleet_variant().id());
+        let variant = want.variant.filter(|_| self.endpoint == prompt::Endpoint::Chat);
+        (want.rules, variant.unwrap_or(fleets))
     }
 }
 
@@ -200,5 +240,25 @@ fn report(shared: &Shared, failure: &NoBlocks) {
     let first = shared.metrics.prompt_failed(failure);
     if first && !matches!(failure, NoBlocks::NoTokenizer) {
         warn!(reason = failure.reason(), detail = %failure, "a prompt was routed by load alone; further ones are only counted");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::fixtures::{fleet, member};
+    use crate::worker::Role;
+
+    #[test]
+    fn a_worker_that_renders_otherwise_is_counted_by_estimate() {
+        let fleet = fleet(&[member("a", "m", Role::Decode), member("b", "m", Role::Decode)]);
+        let hashed = HashedPrompt { rules: EngineRules::Vllm, variant: None, tokens: 7, by_block_size: Vec::new() };
+        let prompts = Prompts { hashed: vec![hashed], ..Prompts::default() };
+        let counts = || [0, 1].map(|at| prompts.tokens_for(&fleet.targets[at]));
+        assert_eq!(counts(), [(7, Input::Exact); 2]);
+        fleet.targets[1].parity.set_probed(Parity::Confirmed);
+        assert_eq!(counts(), [(7, Input::Exact); 2]);
+        fleet.targets[1].parity.set_watched(Parity::Diverged);
+        assert_eq!(counts(), [(7, Input::Exact), (7, Input::Estimated)]);
     }
 }

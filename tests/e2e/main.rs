@@ -16,5 +16,6 @@ mod kv_aware;
 mod leaving;
 mod lifecycle;
 mod official_client;
+mod parity;
 mod pd;
 mod surface;

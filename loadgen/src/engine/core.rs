@@ -15,6 +15,7 @@ use monoio::net::TcpListener;
 use monoio::time::{Instant, sleep_until};
 use rand::Rng;
 use rand::rngs::SmallRng;
+use serde_json::Value;
 
 use super::disagg::DisaggState;
 use super::events::{Dialect, EngineStyle};
@@ -124,6 +125,29 @@ pub(crate) async fn run_group(
 }
 
 impl Engine {
+    /// Token ids of a chat body as this engine renders it: with its own template arguments, and under SGLang with what
+    /// an effort says of thinking.
+    pub(super) fn chat_ids(&self, body: &Value) -> Result<Vec<u32>> {
+        let own = &self.config.chat_template_kwargs;
+        let effort = body["reasoning_effort"].as_str().filter(|_| self.config.style == EngineStyle::Sglang);
+        if own.is_empty() && effort.is_none() {
+            return self.text.chat(body).map(|(_, ids)| ids);
+        }
+        let mut body = body.clone();
+        let mut arguments = body["chat_template_kwargs"].as_object().cloned().unwrap_or_default();
+        if let Some(effort) = effort {
+            for name in ["thinking", "enable_thinking"] {
+                arguments.entry(name).or_insert(Value::Bool(effort != "none"));
+            }
+            arguments.entry("reasoning_effort").or_insert(effort.into());
+        }
+        for (name, value) in own {
+            arguments.entry(name).or_insert(value.clone());
+        }
+        body["chat_template_kwargs"] = Value::Object(arguments);
+        self.text.chat(&body).map(|(_, ids)| ids)
+    }
+
     fn new(
         config: EngineConfig,
         text: Arc<TextModel>,

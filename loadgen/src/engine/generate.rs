@@ -186,7 +186,7 @@ fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Res
     }
     let prompts = match kind {
         Kind::Chat => {
-            let (_, ids) = engine.text.chat(body).map_err(|error| ApiError::bad_request(&error.to_string()))?;
+            let ids = engine.chat_ids(body).map_err(|error| ApiError::bad_request(&error.to_string()))?;
             vec![ids]
         }
         Kind::Text => text_prompts(engine, &body["prompt"])?,

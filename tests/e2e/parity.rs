@@ -1,0 +1,186 @@
+//! Whether workers render prompts as the router does: by their own events, by asking them, and with template arguments
+//! of their own. The engines are real ones with a tokenizer and a template; some have another template than the router.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use loadgen::engine::events::EngineStyle;
+use loadgen::engine::{Engine, EngineConfig, EngineHandle};
+use loadgen::prompt::TextModel;
+use serde_json::{Value, json};
+
+use crate::support::PATIENCE;
+use crate::support::router::{Router, router};
+use crate::support::{eventually, wait_until};
+
+/// A word that no prompt of these tests has.
+const PREFIX: &str = "zephyr ";
+
+/// A model directory with the shipped tokenizer, and `prefix` in front of the shipped template.
+fn model(prefix: &str) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    loadgen::prompt::write_shipped_tokenizer(directory.path()).unwrap();
+    let path = directory.path().join("tokenizer_config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let template = format!("{prefix}{}", config["chat_template"].as_str().unwrap());
+    config["chat_template"] = template.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    directory
+}
+
+fn engine(directory: &Path, config: EngineConfig) -> EngineHandle {
+    let text = Arc::new(TextModel::from_directory(directory).unwrap());
+    Engine::start_group(vec![config], text).unwrap().remove(0)
+}
+
+fn parity(router: &Router, engine: &EngineHandle) -> Option<f64> {
+    router.metric(&format!("infera_router_render_parity{{model=\"demo\",worker_id=\"{}\"}}", engine.worker_id()))
+}
+
+/// A prompt of its own, a few blocks long.
+fn chat(number: usize) -> String {
+    let text = format!("{number} asks about the fleet and its warm prefix blocks. ").repeat(12);
+    json!({"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}).to_string()
+}
+
+fn write_workers(path: &Path, engines: &[&EngineHandle]) {
+    let records: Vec<Value> = engines.iter().map(|engine| engine.registration()).collect();
+    let next = path.with_extension("next");
+    std::fs::write(&next, serde_json::to_vec(&records).unwrap()).unwrap();
+    std::fs::rename(next, path).unwrap();
+}
+
+#[test]
+fn events_alone_tell_an_honest_worker_from_one_that_renders_otherwise() {
+    let (ours, theirs) = (model(""), model(PREFIX));
+    for style in [EngineStyle::Vllm, EngineStyle::Sglang] {
+        let silent = || EngineConfig { style, tokenizes: false, ..EngineConfig::default() };
+        let (honest, other) = (engine(ours.path(), silent()), engine(theirs.path(), silent()));
+        let workers = ours.path().join("workers.json");
+        write_workers(&workers, &[&honest, &other]);
+        let router = router()
+            .args(&["--workers-file", workers.to_str().unwrap()])
+            .args(&["--router-tokenizer-path", ours.path().to_str().unwrap()])
+            .env("RUST_LOG", "info,infera_router::parity=debug")
+            .ready();
+        wait_until("every event feed is connected", || router.metric_sum("infera_router_kv_events_connected") == 2.0);
+        assert_eq!((parity(&router, &honest), parity(&router, &other)), (Some(-1.0), Some(-1.0)));
+        let mut number = 0;
+        wait_until("the events have told both apart", || {
+            assert_eq!(router.post("/v1/chat/completions", &chat(number)).status, 200);
+            number += 1;
+            (parity(&router, &honest), parity(&router, &other)) == (Some(1.0), Some(0.0))
+        });
+        assert_eq!(router.metric(r#"infera_router_render_parity_diverged_total{model="demo"}"#), Some(1.0));
+        let checks = |result: &str| {
+            router.metric(&format!("infera_router_render_parity_checks_total{{result=\"{result}\"}}")).unwrap()
+        };
+        assert!(checks("confirmed") >= 1.0 && checks("diverged") >= 2.0);
+        // Where and what, for people; the metrics know of neither.
+        let line = router.logged(&["the worker's tokens differ", other.worker_id().as_str()]);
+        assert!(line.contains("token=0 ") && line.contains(PREFIX.trim()), "{line}");
+        assert!(!router.get("/metrics").text().contains(PREFIX.trim()));
+        write_workers(&workers, &[&honest]);
+        wait_until("the verdict leaves with its worker", || parity(&router, &other).is_none());
+        assert_eq!(parity(&router, &honest), Some(1.0));
+        assert_eq!(router.metric(r#"infera_router_render_parity_diverged_total{model="demo"}"#), Some(1.0));
+        router.wait_for_rest();
+    }
+}
+
+#[test]
+fn a_worker_that_tokenizes_is_compared_before_any_traffic() {
+    let (ours, theirs) = (model(""), model(PREFIX));
+    for style in [EngineStyle::Vllm, EngineStyle::Sglang] {
+        let config = || EngineConfig { style, ..EngineConfig::default() };
+        let (honest, other) = (engine(ours.path(), config()), engine(theirs.path(), config()));
+        let silent = engine(ours.path(), EngineConfig { tokenizes: false, ..config() });
+        let start = [&honest, &other, &silent]
+            .iter()
+            .fold(router(), |start, engine| start.args(&["--worker", &engine.worker_flag()]));
+        let router = start.args(&["--router-tokenizer-path", ours.path().to_str().unwrap()]).ready();
+        wait_until("both verdicts are there", || {
+            (parity(&router, &honest), parity(&router, &other)) == (Some(1.0), Some(0.0))
+        });
+        assert_eq!(parity(&router, &silent), Some(-1.0));
+        let line = router.logged(&["renders prompts otherwise", other.worker_id().as_str()]);
+        assert!(line.contains("`plain` diverges at token 0 of"), "{line}");
+        // It is told, not left out.
+        for number in 0..6 {
+            assert_eq!(router.post("/v1/chat/completions", &chat(number)).status, 200);
+        }
+        assert!(other.state().totals().finished > 0);
+    }
+}
+
+/// What the router predicts for each worker is what that worker's own rendering has cached.
+#[test]
+fn each_worker_is_rendered_with_its_own_template_arguments() {
+    let directory = model("{% if enable_thinking %}think{% else %}answer{% endif %} ");
+    let path = directory.path().to_str().unwrap();
+    let thinking = |on: bool| {
+        let chat_template_kwargs = json!({"enable_thinking": on}).as_object().cloned().unwrap();
+        let style = EngineStyle::Sglang;
+        engine(directory.path(), EngineConfig { style, chat_template_kwargs, ..EngineConfig::default() })
+    };
+    let engines = [thinking(true), thinking(false)];
+    let start = |arguments: &[&str]| {
+        let flags = engines.iter().fold(router(), |start, engine| start.args(&["--worker", &engine.worker_flag()]));
+        flags.args(&["--router-tokenizer-path", path]).args(arguments).ready()
+    };
+    let router = start(&[]);
+    for (engine, on) in engines.iter().zip([true, false]) {
+        let series = format!(
+            "infera_router_render_variant{{variant=\"enable_thinking={on}\",worker_id=\"{}\"}}",
+            engine.worker_id()
+        );
+        eventually("the engine's arguments are known", || router.metric(&series));
+    }
+    wait_until("every event feed is connected", || router.metric_sum("infera_router_kv_events_connected") == 2.0);
+    for round in 0..2 {
+        for number in 0..6 {
+            assert_eq!(router.post("/v1/chat/completions", &chat(number)).status, 200);
+            for engine in &engines {
+                assert!(engine.wait_until(PATIENCE, |state| state.is_idle()));
+                let view = format!("/v1/admin/cache-view/{}", engine.worker_id());
+                wait_until("the mirror equals the engine's pool", || {
+                    router.json(&view)["block_count"] == engine.state().blocks_resident()
+                });
+            }
+        }
+        let hits = router.metric_sum("infera_prefix_cache_blocks_hit_total") as u64;
+        let cached: u64 = engines.iter().map(|engine| engine.state().totals().cached_tokens).sum();
+        assert_eq!(hits * 16, cached, "round {round}");
+        assert_eq!(hits > 0, round > 0, "every prompt is new in the first round, and shorter in common than a block");
+    }
+    assert!(engines.iter().all(|engine| engine.state().totals().finished > 0));
+    wait_until("both agree", || engines.iter().all(|engine| parity(&router, engine) == Some(1.0)));
+    drop(router);
+    // With the fleet's arguments for both, one of them renders otherwise.
+    let fleet = r#"{"enable_thinking":true}"#;
+    let router = start(&["--kv-per-worker-template-kwargs", "false", "--kv-default-chat-template-kwargs", fleet]);
+    wait_until("one agrees and one does not", || {
+        (parity(&router, &engines[0]), parity(&router, &engines[1])) == (Some(1.0), Some(0.0))
+    });
+    assert_eq!(router.metric_sum("infera_router_render_variant"), 0.0);
+}
+
+/// Events that say nothing of the requests: here they come from another engine.
+#[test]
+fn blocks_that_never_show_are_an_alarm_and_no_divergence() {
+    let directory = model("");
+    let silent = || EngineConfig { tokenizes: false, ..EngineConfig::default() };
+    let (served, heard) = (engine(directory.path(), silent()), engine(directory.path(), silent()));
+    let worker = format!("{},model=demo,block-size=16,engine=vllm,kv-events={}", served.url(), heard.events_addr);
+    let router =
+        router().args(&["--worker", &worker, "--router-tokenizer-path", directory.path().to_str().unwrap()]).ready();
+    wait_until("the event feed is connected", || router.metric_sum("infera_router_kv_events_connected") == 1.0);
+    let mut number = 0;
+    wait_until("four checks saw nothing", || {
+        assert_eq!(router.post("/v1/chat/completions", &chat(number)).status, 200);
+        number += 1;
+        router.metric_sum("infera_router_render_parity_unseen") >= 4.0
+    });
+    router.logged(&["never show", served.worker_id().as_str()]);
+    assert_eq!(parity(&router, &served), Some(-1.0));
+}
