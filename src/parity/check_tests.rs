@@ -1,3 +1,5 @@
+//! One check against a model of a worker's pool: evidence, its absence, and what only looks like it.
+
 use super::*;
 use crate::hash::{chain, prompt_blocks};
 

@@ -64,6 +64,10 @@ pub struct Watches {
     slots: Vec<Option<Watch>>,
     /// Open checks, by target.
     open: HashMap<TargetId, usize>,
+    /// Slots whose check has heard something since the last turn; the others' findings only wait for their time.
+    touched: Vec<usize>,
+    /// No finding of an untouched check is due before.
+    next_due_ns: u64,
     /// Targets between two checks, and when the next one is due.
     resting: Vec<(u64, usize, TargetId)>,
     next_rest_ns: u64,
@@ -119,6 +123,8 @@ impl Watches {
         let check = Check::new(expectation.blocks.clone(), expectation.block_size as usize, held, now_ns);
         match check.filter(|_| is_plain) {
             Some(check) => {
+                self.next_due_ns =
+                    if self.open.is_empty() { check.due_ns() } else { self.next_due_ns.min(check.due_ns()) };
                 self.open.insert(watch.target, slot);
                 watch.open = Some((check, expectation));
             }
@@ -137,6 +143,7 @@ impl Watches {
             let Some((check, _)) = watch.and_then(|watch| watch.open.as_mut()) else { continue };
             if each == slot {
                 check.on_store(stored, is_accounted);
+                self.touched.push(each);
             } else {
                 check.on_store_elsewhere(stored);
             }
@@ -148,15 +155,17 @@ impl Watches {
         let watch = self.slots.get_mut(slot).and_then(Option::as_mut);
         if let Some((check, _)) = watch.and_then(|watch| watch.open.as_mut()) {
             check.on_disturbance();
+            self.touched.push(slot);
         }
     }
 
     /// A booking has ended.
     pub fn on_end(&mut self, target: TargetId, blocks: &Arc<[BlockHash]>, is_complete: bool, now_ns: u64) {
-        let Some(slot) = self.open.get(&target) else { return };
-        let watch = self.slots.get_mut(*slot).and_then(Option::as_mut);
+        let Some(slot) = self.open.get(&target).copied() else { return };
+        let watch = self.slots.get_mut(slot).and_then(Option::as_mut);
         if let Some((check, _)) = watch.and_then(|watch| watch.open.as_mut()).filter(|(check, _)| check.is_of(blocks)) {
             check.on_end(is_complete, now_ns);
+            self.touched.push(slot);
         }
     }
 
@@ -166,22 +175,26 @@ impl Watches {
         if !self.resting.is_empty() && now_ns >= self.next_rest_ns {
             self.wake_rested(now_ns);
         }
-        if self.open.is_empty() {
-            return -1;
+        let is_due = !self.open.is_empty() && now_ns >= self.next_due_ns;
+        let mut heard = std::mem::take(&mut self.touched);
+        if is_due {
+            heard.clear();
+            heard.extend(self.open.values());
+            self.next_due_ns = u64::MAX;
         }
-        let mut next_ns = u64::MAX;
-        let mut found = Vec::new();
-        for slot in self.open.values().copied() {
+        for slot in heard.drain(..) {
             let Some((check, _)) = self.watch(slot).and_then(|watch| watch.open.as_ref()) else { continue };
-            match check.finding(now_ns) {
-                Some(finding) => found.push((slot, finding)),
-                None => next_ns = next_ns.min(check.due_ns()),
+            let (finding, due_ns) = (check.finding(now_ns), check.due_ns());
+            match finding {
+                Some(finding) => self.close(slot, finding, now_ns),
+                None => self.next_due_ns = self.next_due_ns.min(due_ns),
             }
         }
-        for (slot, finding) in found {
-            self.close(slot, finding, now_ns);
+        self.touched = heard;
+        match self.open.is_empty() {
+            true => -1,
+            false => (self.next_due_ns.saturating_sub(now_ns) / 1_000_000 + 1) as i64,
         }
-        if self.open.is_empty() { -1 } else { (next_ns.saturating_sub(now_ns) / 1_000_000 + 1) as i64 }
     }
 
     fn close(&mut self, slot: usize, finding: Finding, now_ns: u64) {
@@ -261,3 +274,7 @@ fn tell(news: News, status: &RankStatus, model: &str) {
         ),
     }
 }
+
+#[cfg(test)]
+#[path = "watches_tests.rs"]
+mod tests;

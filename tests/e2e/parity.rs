@@ -150,7 +150,8 @@ fn each_worker_is_rendered_with_its_own_template_arguments() {
         }
         let hits = router.metric_sum("infera_prefix_cache_blocks_hit_total") as u64;
         let cached: u64 = engines.iter().map(|engine| engine.state().totals().cached_tokens).sum();
-        assert_eq!(hits * 16, cached, "round {round}");
+        // A prompt that ends with a block has its last block computed again, whatever is cached of it.
+        assert!((cached..=cached + 6 * 16).contains(&(hits * 16)), "round {round}: {hits} blocks, {cached} tokens");
         assert_eq!(hits > 0, round > 0, "every prompt is new in the first round, and shorter in common than a block");
     }
     assert!(engines.iter().all(|engine| engine.state().totals().finished > 0));
