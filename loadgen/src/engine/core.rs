@@ -24,7 +24,7 @@ use super::hash::WireHash;
 use super::pool::BlockPool;
 use super::publisher::{Feeds, Publisher, ReplayServer};
 use super::scheduler::{CacheEvent, NewSequence, Output, Scheduler};
-use super::{EngineConfig, RankState, Shared, api};
+use super::{EngineConfig, RankState, Shared, api, render};
 use crate::net::runtime::contain_panic;
 use crate::net::signal::{Latch, Queue};
 use crate::prompt::TextModel;
@@ -125,27 +125,9 @@ pub(crate) async fn run_group(
 }
 
 impl Engine {
-    /// Token ids of a chat body as this engine renders it: with its own template arguments, and under SGLang with what
-    /// an effort says of thinking.
+    /// Token ids of a chat body as this engine renders it.
     pub(super) fn chat_ids(&self, body: &Value) -> Result<Vec<u32>> {
-        let own = &self.config.chat_template_kwargs;
-        let effort = body["reasoning_effort"].as_str().filter(|_| self.config.style == EngineStyle::Sglang);
-        if own.is_empty() && effort.is_none() {
-            return self.text.chat(body).map(|(_, ids)| ids);
-        }
-        let mut body = body.clone();
-        let mut arguments = body["chat_template_kwargs"].as_object().cloned().unwrap_or_default();
-        if let Some(effort) = effort {
-            for name in ["thinking", "enable_thinking"] {
-                arguments.entry(name).or_insert(Value::Bool(effort != "none"));
-            }
-            arguments.entry("reasoning_effort").or_insert(effort.into());
-        }
-        for (name, value) in own {
-            arguments.entry(name).or_insert(value.clone());
-        }
-        body["chat_template_kwargs"] = Value::Object(arguments);
-        self.text.chat(&body).map(|(_, ids)| ids)
+        render::chat_ids(&self.text, self.config.style, &self.config.chat_template_kwargs, body)
     }
 
     fn new(

@@ -14,6 +14,7 @@ pub mod hash;
 pub mod pool;
 mod publisher;
 pub mod register;
+mod render;
 pub mod scheduler;
 mod shapes;
 
