@@ -146,3 +146,9 @@ pub const PARITY_BRANCH_TOKENS_MAX: usize = 1 << 16;
 
 /// Divergences waiting to be explained; further ones are only counted.
 pub const PARITY_EXPLANATIONS_MAX: usize = 8;
+
+/// A request's own `chat_template`, bytes. The longest of a known model has 30,000; the time of a chain of `~` is quadratic.
+pub const REQUEST_TEMPLATE_BYTES_MAX: usize = 32 << 10;
+
+/// Fuel of one rendering of such a template, which also bounds the text that it may make on the way, to 128 MiB.
+pub const REQUEST_TEMPLATE_FUEL: u64 = 2_000_000;

@@ -337,12 +337,27 @@ fn a_template_of_a_request_is_bounded() {
     assert_eq!(reason(doubled, &long), Err("too_long"), "memory of a value");
     let recursive = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}";
     assert_eq!(reason(recursive, "u"), Err("template_failed"), "recursion");
-    for (open, close) in
-        [("(", ")"), ("[", "]"), ("{% if 1 %}", "{% endif %}"), ("{% for a in [1] %}", "{% endfor %}"), ("not ", "")]
-    {
-        let inner = if open.starts_with('{') { ("", "") } else { ("{{ ", " }}") };
-        let nested = format!("{}{}1{}{}", inner.0, open.repeat(20_000), close.repeat(20_000), inner.1);
-        assert!(reason(&nested, "u").is_err(), "{open} nested");
+    assert_eq!(reason(&"x".repeat((32 << 10) + 1), "u"), Err("too_long"), "the source");
+    // As deep as the source may be. Whether such an expression means anything is the compiler's to say; it comes back.
+    let levels = [
+        ("(", ")"),
+        ("[", "]"),
+        ("-", ""),
+        ("not ", ""),
+        ("", "+1"),
+        ("", "~1"),
+        ("", "[0]"),
+        ("", ".a"),
+        ("", "|int"),
+        ("{% if 1 %}", "{% endif %}"),
+        ("{% for a in [1] %}", "{% endfor %}"),
+    ];
+    for (open, close) in levels {
+        let (start, end) = if open.starts_with('{') { ("", "") } else { ("{{ ", " }}") };
+        let depth = ((32 << 10) - 16) / (open.len() + close.len());
+        let nested = format!("{start}{}1{}{end}", open.repeat(depth), close.repeat(depth));
+        let _ = reason(&nested, "u");
+        assert!(reason("{{ messages[0].content }}", "u").is_ok(), "{open:?} {close:?}");
     }
 }
 

@@ -231,6 +231,12 @@ impl Prompter {
         self.maker.stats()
     }
 
+    /// Whether a body may hold a template of its own that is to be rendered: that may take its time, whatever the
+    /// body's length, and belongs on the encoder pool.
+    pub fn may_bring_template(&self, body: &[u8]) -> bool {
+        self.options.allow_request_chat_template && memchr::memmem::find(body, b"\"chat_template\"").is_some()
+    }
+
     /// What workers that say nothing of their own are taken to render.
     pub fn fleet_variant(&self) -> &Variant {
         &self.fleet_variant
@@ -276,8 +282,7 @@ impl Prompter {
         let with_ends = engine == EngineRules::Vllm && boolean(body.add_special_tokens.as_ref(), false)?;
         let own_template = match body.chat_template.take() {
             Some(Tree::Text(source)) if self.options.allow_request_chat_template => {
-                let compiled = ChatTemplate::compile(&source, self.options.now);
-                Some(compiled.map_err(|error| NoBlocks::TemplateFailed(error.to_string()))?)
+                Some(ChatTemplate::compile_hostile(&source, self.options.now)?)
             }
             // SGLang has no such member and ignores it; vLLM refuses the request.
             Some(_) if engine == EngineRules::Vllm => {

@@ -123,8 +123,10 @@ pub(super) async fn hash(
     };
     let started = Instant::now();
     let work = Work { endpoint, wanted, variants, estimates: service.shared.steering.demand.is_some() };
-    let mut done = if body.len() <= limits::INLINE_PROMPT_BODY_BYTES {
-        work.run(service.shared.prompter.as_deref(), body)
+    let prompter = service.shared.prompter.as_deref();
+    let brings_template = prompter.is_some_and(|prompter| prompter.may_bring_template(body));
+    let mut done = if body.len() <= limits::INLINE_PROMPT_BODY_BYTES && !brings_template {
+        work.run(prompter, body)
     } else {
         match on_the_pool(service, work, body).await {
             Some(done) => done,

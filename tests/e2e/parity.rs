@@ -185,3 +185,23 @@ fn blocks_that_never_show_are_an_alarm_and_no_divergence() {
     router.logged(&["never show", served.worker_id().as_str()]);
     assert_eq!(parity(&router, &served), Some(-1.0));
 }
+
+/// A request's own template is the router's business only where that is switched on; the request is served either way.
+#[test]
+fn a_template_of_a_request_costs_locality_at_most() {
+    let directory = model("");
+    let engine = engine(directory.path(), EngineConfig::default());
+    let body = json!({"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}],
+        "chat_template": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"});
+    for (arguments, reason) in [(&[][..], "unsupported"), (&["--allow-request-chat-template"], "too_long")] {
+        let flag = engine.worker_flag();
+        let router = router()
+            .args(&["--worker", &flag, "--router-tokenizer-path", directory.path().to_str().unwrap()])
+            .args(arguments)
+            .ready();
+        assert_eq!(router.post("/v1/chat/completions", &body.to_string()).status, 200);
+        let counted = router.metric(&format!("infera_router_prompt_failures_total{{reason=\"{reason}\"}}"));
+        assert_eq!(counted, Some(1.0), "{arguments:?}");
+        router.wait_for_rest();
+    }
+}
