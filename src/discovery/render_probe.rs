@@ -65,7 +65,8 @@ async fn probe_until_answered(
         }
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
-            _ = facts.changed() => { facts.mark_changed(); return }
+            // Nobody is left to tell where nothing was open: then only the pause ends.
+            Ok(()) = facts.changed() => { facts.mark_changed(); return }
         }
         pause = (pause * 2).min(PAUSE_MAX);
     }
@@ -82,6 +83,11 @@ async fn probe(tools: &Tools, record: &WorkerRecord, prompter: &Arc<Prompter>) -
     let mut answers = Vec::new();
     for Probe { body, .. } in &probes {
         match tokenize(&tools.client, &url, rules, body).await {
+            // The others would wait as long, and the round is repeated anyway.
+            Tokenized::Answer(Answer::Silent) => {
+                answers.push(Answer::Silent);
+                break;
+            }
             Tokenized::Answer(answer) => answers.push(answer),
             Tokenized::NotOffered => return (Parity::Unknown, "the worker does not tokenize".to_owned(), true),
         }

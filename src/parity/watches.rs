@@ -108,7 +108,7 @@ impl Watches {
     }
 
     /// A request is about to be booked. `held`: leading blocks that its target holds already.
-    pub fn expect(&mut self, expectation: Box<Expectation>, held: usize, now_ns: u64) {
+    pub fn expect(&mut self, mut expectation: Box<Expectation>, held: usize, now_ns: u64) {
         let slot = expectation.slot.0 as usize;
         let Some(watch) = self.slots.get_mut(slot).and_then(Option::as_mut) else { return };
         // Late, from before the slot changed hands: the present holder has its own first check.
@@ -120,6 +120,10 @@ impl Watches {
             return;
         }
         let is_plain = watch.status.is_connected() && !super::is_set_apart(&expectation.body);
+        if self.explanations.is_none() {
+            // Nobody will render it again, and the answer may take minutes.
+            expectation.body.clear();
+        }
         let check = Check::new(expectation.blocks.clone(), expectation.block_size as usize, held, now_ns);
         match check.filter(|_| is_plain) {
             Some(check) => {
