@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use loadgen::engine::events::EngineStyle;
 use loadgen::engine::{Engine, EngineConfig, EngineHandle};
@@ -10,6 +11,7 @@ use loadgen::prompt::TextModel;
 use serde_json::{Value, json};
 
 use crate::support::PATIENCE;
+use crate::support::client::{self, Connection};
 use crate::support::router::{Router, router};
 use crate::support::{eventually, wait_until};
 
@@ -204,4 +206,53 @@ fn a_template_of_a_request_costs_locality_at_most() {
         assert_eq!(counted, Some(1.0), "{arguments:?}");
         router.wait_for_rest();
     }
+}
+
+/// Prompts that share beginnings, many at once over ranks of workers whose pools are far too small, some of them given up
+/// by their clients, others sent past the router: none of it looks like a divergence.
+#[test]
+fn a_crowd_of_requests_aborts_and_evictions_confirms_every_honest_worker() {
+    let directory = model("");
+    let small = || EngineConfig { tokenizes: false, dp_size: 3, blocks_total: 160, ..EngineConfig::default() };
+    let engines = [engine(directory.path(), small()), engine(directory.path(), small())];
+    let start = engines.iter().fold(router(), |start, engine| start.args(&["--worker", &engine.worker_flag()]));
+    let router = start.args(&["--router-tokenizer-path", directory.path().to_str().unwrap()]).shards(2).ready();
+    wait_until("every event feed is connected", || router.metric_sum("infera_router_kv_events_connected") == 6.0);
+    let seed = fastrand::u64(..);
+    let is_over = Arc::new(AtomicBool::new(false));
+    let clients: Vec<_> = (0..6)
+        .map(|number| {
+            let (is_over, address, direct) = (is_over.clone(), router.address, engines[0].addr);
+            let mut random = fastrand::Rng::with_seed(seed.wrapping_add(number));
+            std::thread::spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    let text = [
+                        "one shared beginning of many prompts. ".repeat(random.usize(2..12)),
+                        random.u32(..).to_string(),
+                    ];
+                    let body = json!({"model": "demo", "max_tokens": random.u32(2..40),
+                        "messages": [{"role": "user", "content": text.concat()}]})
+                    .to_string();
+                    let to = if random.u8(0..8) == 0 { direct } else { address };
+                    let mut connection = Connection::open(to);
+                    connection.send(&client::request("POST", "/v1/chat/completions", "", body.as_bytes()));
+                    if random.u8(0..4) > 0 {
+                        assert_eq!(connection.answer("POST").status, 200, "seed {seed}");
+                    }
+                }
+            })
+        })
+        .collect();
+    wait_until("every rank was checked", || {
+        assert_eq!(
+            router.metric(r#"infera_router_render_parity_checks_total{result="diverged"}"#),
+            Some(0.0),
+            "seed {seed}"
+        );
+        router.metric(r#"infera_router_render_parity_checks_total{result="confirmed"}"#) >= Some(6.0)
+    });
+    is_over.store(true, Ordering::Relaxed);
+    clients.into_iter().for_each(|client| client.join().unwrap());
+    assert!(engines.iter().all(|engine| parity(&router, engine) == Some(1.0)), "seed {seed}");
+    router.wait_for_rest();
 }
