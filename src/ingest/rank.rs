@@ -27,7 +27,7 @@ impl Watching<'_> {
             self.watches.on_store(self.slot, &parity::Stored { parent, chain, tokens, block_size }, self.ledger);
         }
         if applied.orphaned > 0 || applied.orphans_dropped > 0 {
-            self.watches.on_disturbance(self.slot);
+            self.watches.on_unplaced(self.slot);
         }
     }
 }

@@ -60,7 +60,8 @@ pub struct Check {
     /// Leading blocks that it is known to have, or to have had, since.
     depth: usize,
     branches: Vec<Branch>,
-    is_elsewhere: bool,
+    /// Something was stored that cannot be compared, and may have been the request's: no evidence against the worker.
+    is_blurred: bool,
     is_disturbed: bool,
     opened_ns: u64,
     ended: Option<End>,
@@ -81,7 +82,7 @@ impl Check {
             held,
             depth: held,
             branches: Vec::new(),
-            is_elsewhere: false,
+            is_blurred: false,
             is_disturbed: false,
             opened_ns: now_ns,
             ended: None,
@@ -91,7 +92,8 @@ impl Check {
     /// The target itself has stored blocks. `is_accounted` tells whether a request in flight on the worker has a block.
     pub fn on_store(&mut self, stored: &Stored<'_>, is_accounted: impl Fn(BlockHash) -> bool) {
         if stored.block_size != self.block_size {
-            self.is_disturbed = true;
+            // A model may have groups of layers with blocks of another size.
+            self.is_blurred = true;
             return;
         }
         let Some(from) = self.place_behind(stored.parent) else {
@@ -118,10 +120,15 @@ impl Check {
 
     /// Another rank of the worker has stored blocks: one that does not follow the router's choice of rank.
     pub fn on_store_elsewhere(&mut self, stored: &Stored<'_>) {
-        self.is_elsewhere |= self.blocks.get(self.depth).is_some_and(|missing| stored.chain.contains(missing));
+        self.is_blurred |= self.blocks.get(self.depth).is_some_and(|missing| stored.chain.contains(missing));
     }
 
-    /// Events were lost, or could not be placed.
+    /// Blocks were stored under a parent that nobody knows.
+    pub fn on_unplaced(&mut self) {
+        self.is_blurred = true;
+    }
+
+    /// Events were lost.
     pub fn on_disturbance(&mut self) {
         self.is_disturbed = true;
     }
@@ -154,7 +161,7 @@ impl Check {
             return None;
         }
         Some(match () {
-            () if self.ended.is_none() || self.is_elsewhere => Finding::Unclear,
+            () if self.ended.is_none() || self.is_blurred => Finding::Unclear,
             () if !self.branches.is_empty() => Finding::Diverged,
             // Some engines keep the block that the answer goes on in.
             () if self.depth > self.held && self.depth + 1 == self.blocks.len() => Finding::Confirmed,

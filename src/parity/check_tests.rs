@@ -117,7 +117,13 @@ fn what_is_no_evidence_is_unclear_or_unseen() {
     // Another block size: the names cannot be compared.
     let mut sized = check(&prompt, 0);
     sized.on_store(&Stored { parent: ROOT, chain: &blocks(&other), tokens: &other, block_size: 8 }, |_| false);
-    assert_eq!(sized.finding(1), Some(Finding::Unclear));
+    assert_eq!(after_the_end(&mut sized), Some(Finding::Unclear));
+    // Blocks under a parent that was stored before the router listened; the expected ones confirm all the same.
+    let mut unplaced = branched();
+    unplaced.on_unplaced();
+    assert_eq!(after_the_end(&mut unplaced), Some(Finding::Unclear));
+    show(&mut unplaced, &prompt);
+    assert_eq!(unplaced.finding(SECOND_NS), Some(Finding::Confirmed));
     // The rank was chosen otherwise by the engine.
     let mut elsewhere = branched();
     elsewhere.on_store_elsewhere(&Stored { parent: ROOT, chain: &blocks(&prompt), tokens: &prompt, block_size: BLOCK });

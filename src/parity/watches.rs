@@ -154,7 +154,15 @@ impl Watches {
         }
     }
 
-    /// Events of the slot were lost, or could not be placed.
+    /// The slot has stored blocks under a parent that nobody knows.
+    pub fn on_unplaced(&mut self, slot: usize) {
+        let watch = self.slots.get_mut(slot).and_then(Option::as_mut);
+        if let Some((check, _)) = watch.and_then(|watch| watch.open.as_mut()) {
+            check.on_unplaced();
+        }
+    }
+
+    /// Events of the slot were lost.
     pub fn on_disturbance(&mut self, slot: usize) {
         let watch = self.slots.get_mut(slot).and_then(Option::as_mut);
         if let Some((check, _)) = watch.and_then(|watch| watch.open.as_mut()) {
