@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use loadgen::engine::disagg::{Disagg, PdProtocol, PdRole};
 use loadgen::engine::events::EngineStyle;
 use loadgen::engine::{Engine, EngineConfig, EngineHandle};
 use loadgen::prompt::TextModel;
@@ -254,5 +255,50 @@ fn a_crowd_of_requests_aborts_and_evictions_confirms_every_honest_worker() {
     is_over.store(true, Ordering::Relaxed);
     clients.into_iter().for_each(|client| client.join().unwrap());
     assert!(engines.iter().all(|engine| parity(&router, engine) == Some(1.0)), "seed {seed}");
+    router.wait_for_rest();
+}
+
+/// Of a pair, prefill is watched as any worker; decode gets its blocks from there and is only asked. Where one candidate is
+/// known to render otherwise, decode demand counts by estimate.
+#[test]
+fn a_decode_worker_that_renders_otherwise_is_counted_by_estimate() {
+    let (ours, theirs) = (model(""), model(PREFIX));
+    let half = |role, tokenizes| EngineConfig {
+        style: EngineStyle::Sglang,
+        disagg: Some(Disagg::new(role, PdProtocol::SglangBootstrap)),
+        tokenizes,
+        ..EngineConfig::default()
+    };
+    let prefill = engine(ours.path(), half(PdRole::Prefill, false));
+    let same = engine(ours.path(), half(PdRole::Decode, true));
+    let workers = ours.path().join("workers.json");
+    write_workers(&workers, &[&prefill, &same]);
+    let router = router()
+        .args(&["--workers-file", workers.to_str().unwrap(), "--decode-input-demand", "shadow"])
+        .args(&["--router-tokenizer-path", ours.path().to_str().unwrap()])
+        .ready();
+    let post = |first: usize| {
+        let ids: Vec<usize> = (0..80).map(|at| 100 + first + at).collect();
+        let body = json!({"model": "demo", "max_tokens": 2, "prompt": ids}).to_string();
+        assert_eq!(router.post("/v1/completions", &body).status, 200);
+    };
+    let decisions = |input: &str| {
+        let page = router.get("/metrics").text();
+        let family = "infera_router_decode_demand_decisions_total{";
+        let label = format!("input=\"{input}\"");
+        let lines = page.lines().filter(|line| line.starts_with(family) && line.contains(&label));
+        lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>()
+    };
+    wait_until("prefill's events are heard, and decode has answered", || {
+        router.metric_sum("infera_router_kv_events_connected") == 2.0 && parity(&router, &same) == Some(1.0)
+    });
+    post(0);
+    assert_eq!((decisions("exact"), decisions("estimated")), (1.0, 0.0));
+    wait_until("prefill's events confirm it", || parity(&router, &prefill) == Some(1.0));
+    let other = engine(theirs.path(), half(PdRole::Decode, true));
+    write_workers(&workers, &[&prefill, &same, &other]);
+    wait_until("the newcomer's verdict is there", || parity(&router, &other) == Some(0.0));
+    post(200);
+    assert_eq!((decisions("exact"), decisions("estimated")), (1.0, 1.0));
     router.wait_for_rest();
 }
