@@ -152,3 +152,7 @@ pub const REQUEST_TEMPLATE_BYTES_MAX: usize = 32 << 10;
 
 /// Fuel of one rendering of such a template, which also bounds the text that it may make on the way, to 128 MiB.
 pub const REQUEST_TEMPLATE_FUEL: u64 = 2_000_000;
+/// Tokens of a `tiktoken.model`; the largest known has 163,584.
+pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
+/// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.
+pub const TIKTOKEN_TOKEN_BYTES_MAX: usize = 4096;
