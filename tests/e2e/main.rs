@@ -7,11 +7,13 @@ mod etcd;
 mod support;
 
 mod affinity;
+mod bookings;
 mod decode_demand;
 mod demo;
 mod discovery;
 mod failures;
 mod forwarding;
+mod images;
 mod kv_aware;
 mod leaving;
 mod lifecycle;
