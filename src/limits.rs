@@ -137,6 +137,32 @@ pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
 /// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
 /// ends of its monitor, and a replay now and then.
 pub const RANKS_PER_EVENT_CONTEXT: usize = 200;
+
+/// Longest body that is kept to explain a divergence, bytes; requests with a longer one are not watched.
+pub const PARITY_BODY_BYTES_MAX: usize = 4 << 20;
+
+/// Between two watched requests of one target: while it is unknown or in doubt, and once it is confirmed.
+pub const PARITY_INTERVAL_IN_DOUBT: std::time::Duration = std::time::Duration::from_millis(500);
+pub const PARITY_INTERVAL_CONFIRMED: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// How long events may trail the end of the request that caused them.
+pub const PARITY_GRACE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// Longest time that one watched request keeps its target from another.
+pub const PARITY_CHECK_MAX: std::time::Duration = std::time::Duration::from_secs(600);
+
+/// Branches beside the expected blocks that one check keeps, and tokens of each.
+pub const PARITY_BRANCHES_MAX: usize = 4;
+pub const PARITY_BRANCH_TOKENS_MAX: usize = 1 << 16;
+
+/// Divergences waiting to be explained; further ones are only counted.
+pub const PARITY_EXPLANATIONS_MAX: usize = 8;
+
+/// A request's own `chat_template`, bytes. The longest of a known model has 30,000; the time of a chain of `~` is quadratic.
+pub const REQUEST_TEMPLATE_BYTES_MAX: usize = 32 << 10;
+
+/// Fuel of one rendering of such a template, which also bounds the text that it may make on the way, to 128 MiB.
+pub const REQUEST_TEMPLATE_FUEL: u64 = 2_000_000;
 /// Tokens of a `tiktoken.model`; the largest known has 163,584.
 pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
 /// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.

@@ -7,20 +7,51 @@
 
 mod distinct;
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use bytes::Bytes;
 use distinct::DistinctBlocks;
 
+use crate::fleet::{Slot, Worker};
 pub use crate::fleet::{TargetId, TargetLoad};
 use crate::hash::BlockHash;
+use crate::prompt::Endpoint;
 
 /// What shards tell the ingest core.
 #[derive(Debug)]
 pub enum LedgerMessage {
-    Started { target: TargetId, load: Arc<TargetLoad>, blocks: Arc<[BlockHash]> },
-    Finished { target: TargetId, blocks: Arc<[BlockHash]> },
+    Started {
+        target: TargetId,
+        load: Arc<TargetLoad>,
+        blocks: Arc<[BlockHash]>,
+    },
+    Finished {
+        target: TargetId,
+        /// The same allocation as at the start.
+        blocks: Arc<[BlockHash]>,
+        /// The worker has computed the whole prompt and answered it well.
+        is_complete: bool,
+    },
+    /// The request that is about to be booked is to be watched: do the worker's events show these blocks?
+    Expected(Box<Expectation>),
+}
+
+/// A request whose blocks the worker's own events are to show.
+#[derive(Debug)]
+pub struct Expectation {
+    pub target: TargetId,
+    pub slot: Slot,
+    pub worker: Arc<Worker>,
+    /// Tokens per block.
+    pub block_size: u32,
+    /// The allocation of the booking, which is known by it.
+    pub blocks: Arc<[BlockHash]>,
+    pub endpoint: Endpoint,
+    /// What the blocks were made of.
+    pub body: Bytes,
 }
 
 /// Where a booking sends its messages: the ingest core's queue. A message is never lost, and `send` never
@@ -36,6 +67,7 @@ pub struct Booking {
     load: Arc<TargetLoad>,
     blocks: Arc<[BlockHash]>,
     ledger: Arc<dyn LedgerSink>,
+    is_complete: Cell<bool>,
 }
 
 impl Booking {
@@ -55,7 +87,12 @@ impl Booking {
             load.pending_blocks.fetch_add(blocks.len() as u64, Ordering::Relaxed);
             ledger.send(LedgerMessage::Started { target, load: load.clone(), blocks: blocks.clone() });
         }
-        Self { target, load: load.clone(), blocks, ledger: ledger.clone() }
+        Self { target, load: load.clone(), blocks, ledger: ledger.clone(), is_complete: Cell::new(false) }
+    }
+
+    /// The worker has computed the whole prompt and answered it well.
+    pub fn note_complete(&self) {
+        self.is_complete.set(true);
     }
 }
 
@@ -66,7 +103,8 @@ impl Drop for Booking {
             self.load.blockless_requests.fetch_sub(1, Ordering::Relaxed);
         } else {
             let blocks = std::mem::replace(&mut self.blocks, Arc::new([]));
-            self.ledger.send(LedgerMessage::Finished { target: self.target, blocks });
+            let is_complete = self.is_complete.get();
+            self.ledger.send(LedgerMessage::Finished { target: self.target, blocks, is_complete });
         }
     }
 }
@@ -87,8 +125,14 @@ impl Ledger {
     pub fn apply(&mut self, message: LedgerMessage) {
         match message {
             LedgerMessage::Started { target, load, blocks } => self.started(target, load, &blocks),
-            LedgerMessage::Finished { target, blocks } => self.finished(target, &blocks),
+            LedgerMessage::Finished { target, blocks, .. } => self.finished(target, &blocks),
+            LedgerMessage::Expected(_) => {}
         }
+    }
+
+    /// Whether a request in flight on the target has this block in its prompt.
+    pub fn is_booked(&self, target: TargetId, block: BlockHash) -> bool {
+        self.targets.get(&target).is_some_and(|entry| entry.blocks.contains(block))
     }
 
     /// Targets that hold at least one request.

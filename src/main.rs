@@ -13,7 +13,7 @@ use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
 use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared, Steering};
 use infera_router::route::Policy;
-use infera_router::{inspect, logging};
+use infera_router::{inspect, logging, parity};
 use infera_shards::Engine;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -55,10 +55,12 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let ingest = Ingest::start(IngestConfig {
         cpu: config.placement().ingest,
         subscribe: config.policy == Policy::KvAware,
+        divergences: parity::start_if_heard(prompter.clone())?,
         ..IngestConfig::default()
     })?;
     let fleet_updates = ingest.fleet_updates.clone();
-    let discovery = Discovery::start(config.discovery.clone(), move |workers| fleet_updates.send(workers))?;
+    let discovery =
+        Discovery::start_with(config.discovery.clone(), prompter.clone(), move |workers| fleet_updates.send(workers))?;
 
     let warm = prompter.clone();
     let warm_up = move || {

@@ -119,6 +119,13 @@ pub struct RoutingArgs {
         default_value_t = crate::limits::PROMPT_CACHE_BYTES as u64
     )]
     pub prompt_cache_bytes: u64,
+    /// true|false: take a worker's own template arguments (of its record, or as its engine says when it is asked) in
+    /// place of the ones above.
+    #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
+    pub kv_per_worker_template_kwargs: bool,
+    /// Render a request's own `chat_template`, under limits; without it such a request is routed by load.
+    #[arg(long)]
+    pub allow_request_chat_template: bool,
     /// Threads that encode long prompts [default: by the number of cores].
     #[arg(long, value_name = "N")]
     pub encoder_threads: Option<u32>,
@@ -213,9 +220,6 @@ pub struct NotBuiltArgs {
     pub stream_admission_warn_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]
     pub stream_stall_warn_s: f64,
-    /// true|false: learn template variables from each worker.
-    #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
-    pub kv_per_worker_template_kwargs: bool,
     /// dsv4|kimi_k3: chat encoding instead of the template.
     #[arg(long, value_name = "NAME", env = "INFERA_KV_CHAT_ENCODING", default_value = "")]
     pub kv_chat_encoding: String,

@@ -60,6 +60,7 @@ impl Config {
         let options = PrompterOptions {
             chat_template_kwargs: self.chat_template_kwargs.clone(),
             cache_bytes: self.prompt_cache_bytes,
+            allow_request_chat_template: self.allow_request_chat_template,
             ..PrompterOptions::default()
         };
         let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;

@@ -68,6 +68,8 @@ pub struct Config {
     pub kv_host_tier_weight: f64,
     /// Given to the chat template where a request does not set the member.
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+    /// `--allow-request-chat-template`.
+    pub allow_request_chat_template: bool,
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
     /// Bound of the prefix cache; 0 for none.

@@ -289,7 +289,6 @@ fn b60_options_without_their_feature_are_refused_not_ignored() {
         ("--breaker-max-cooldown-s", "10", &["60"]),
         ("--stream-admission-warn-s", "10", &["240", "0"]),
         ("--stream-stall-warn-s", "10", &["60", "0"]),
-        ("--kv-per-worker-template-kwargs", "", &["true", "false"]),
         ("--kv-chat-encoding", "dsv4", &[]),
     ] {
         if !asking.is_empty() {

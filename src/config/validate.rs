@@ -16,13 +16,12 @@ use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 7] = [
+const NOT_BUILT: [(&str, Option<&str>); 6] = [
     ("breaker-failure-threshold", Some("0")),
     ("breaker-cooldown-s", None),
     ("breaker-max-cooldown-s", None),
     ("stream-admission-warn-s", Some("0")),
     ("stream-stall-warn-s", Some("0")),
-    ("kv-per-worker-template-kwargs", Some("false")),
     ("kv-chat-encoding", None),
 ];
 
@@ -86,6 +85,9 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let listen = listen(&arguments.listen, &mut problems);
     let discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
+    let reads_prompts = routing.policy == Policy::KvAware && routing.tokenizer_path.is_some();
+    let template_arguments = reads_prompts && arguments.routing.kv_per_worker_template_kwargs;
+    let discovery = DiscoveryConfig { template_arguments, ..discovery };
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
@@ -128,6 +130,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         kv_overlap_weight: routing.overlap_weight,
         kv_host_tier_weight: routing.host_tier_weight,
         chat_template_kwargs: routing.chat_template_kwargs,
+        allow_request_chat_template: arguments.routing.allow_request_chat_template,
         encoder_threads: routing.encoder_threads,
         prompt_cache_bytes: routing.prompt_cache_bytes,
         request_retries_max: routing.request_retries_max,
@@ -248,6 +251,7 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
         workers,
         workers_file: arguments.workers_file.clone(),
         etcd: uses_etcd.then(|| etcd(arguments, problems)),
+        template_arguments: false,
         timing: Timing::default(),
     }
 }

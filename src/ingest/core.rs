@@ -6,17 +6,18 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::doorbell::Inbox;
-use super::rank::RankState;
-use super::registry::Registry;
+use super::rank::{RankState, Watching};
+use super::registry::{Rank, Registry};
 use super::socket::{Contexts, Subscription, rank_endpoint, receive};
 use super::{IngestConfig, IngestStats};
 use crate::events::decode::{self, Decoder};
 use crate::events::frame;
 use crate::events::sequence::{Recovered, ReplayStep, Step};
 use crate::fleet::{DiscoveredWorker, Fleet, Slot};
-use crate::index::{RankStatus, SharedView, Tree, View};
+use crate::index::{Hits, RankStatus, SharedView, Tree, View};
 use crate::limits::EVENT_MESSAGES_PER_TURN;
-use crate::load::Ledger;
+use crate::load::{Expectation, Ledger, LedgerMessage};
+use crate::parity::{Admission, Watches};
 use crate::worker::Name;
 
 pub(super) struct Core {
@@ -27,6 +28,8 @@ pub(super) struct Core {
     contexts: Contexts,
     registry: Registry,
     ledger: Ledger,
+    watches: Watches,
+    hits: Hits,
     decoder: Decoder,
     tree: Tree,
     /// By slot.
@@ -52,7 +55,8 @@ enum Source {
 }
 
 impl Core {
-    pub fn new(config: IngestConfig, inbox: Arc<Inbox>, stats: Arc<IngestStats>, view: SharedView) -> Self {
+    pub fn new(mut config: IngestConfig, inbox: Arc<Inbox>, stats: Arc<IngestStats>, view: SharedView) -> Self {
+        let watches = Watches::new(stats.parity.clone(), config.divergences.take());
         Self {
             config,
             inbox,
@@ -61,6 +65,8 @@ impl Core {
             contexts: Contexts::default(),
             registry: Registry::default(),
             ledger: Ledger::default(),
+            watches,
+            hits: Hits::new(),
             decoder: Decoder::default(),
             tree: Tree::default(),
             ranks: Vec::new(),
@@ -93,11 +99,9 @@ impl Core {
             }
             let replay_wait_ms = self.give_up_replays();
             let publish_wait_ms = self.publish_if_due();
-            let wait_ms = match (publish_wait_ms, replay_wait_ms) {
-                (-1, other) | (other, -1) => other,
-                (publish, replay) => publish.min(replay),
-            };
-            self.wait(wait_ms, &mut ready);
+            let parity_wait_ms = self.watches.turn(self.stats.now_ns());
+            let wait_ms = [replay_wait_ms, publish_wait_ms, parity_wait_ms].into_iter().filter(|wait| *wait >= 0).min();
+            self.wait(wait_ms.unwrap_or(-1), &mut ready);
         }
         // A request that ends after this moment still finds the queue; nobody reads the counters any more.
         self.drain_ledger();
@@ -138,9 +142,27 @@ impl Core {
 
     fn drain_ledger(&mut self) {
         while let Some(message) = self.inbox.ledger.pop() {
+            let message = match message {
+                LedgerMessage::Expected(expectation) => {
+                    self.expect(expectation);
+                    continue;
+                }
+                message => message,
+            };
+            if let LedgerMessage::Finished { target, blocks, is_complete } = &message {
+                self.watches.on_end(*target, blocks, *is_complete, self.stats.now_ns());
+            }
             self.ledger.apply(message);
             self.stats.ledger_messages.add(1);
         }
+    }
+
+    /// Watches a request, as far as its target does not hold its blocks already.
+    fn expect(&mut self, expectation: Box<Expectation>) {
+        // The view published last: what it lacks of the target's blocks is on its way and shows in the check itself.
+        self.view.load().index.query_any(&expectation.blocks, &mut self.hits);
+        let held = self.hits.depth(expectation.slot) as usize;
+        self.watches.expect(expectation, held, self.stats.now_ns());
     }
 
     // Events -----------------------------------------------------------------------------------------------------
@@ -291,11 +313,13 @@ impl Core {
     fn reset(&mut self, slot: usize, lost: u64) {
         let Some(rank) = self.ranks[slot].as_mut() else { return };
         rank.reset(&mut self.tree, lost);
+        self.watches.on_disturbance(slot);
         if rank.rank_count > 1 {
             let worker_id = rank.status.worker_id.clone();
             for sibling in self.slots_of(&worker_id) {
                 if let Some(rank) = self.ranks[sibling].as_mut().filter(|rank| rank.is_fed_by(slot)) {
                     rank.reset(&mut self.tree, 0);
+                    self.watches.on_disturbance(sibling);
                 }
             }
         }
@@ -305,7 +329,9 @@ impl Core {
         let slot = self.named_rank(slot, payload);
         let Some(rank) = self.ranks[slot].as_mut() else { return };
         let learned_before = rank.learned_block_size();
-        rank.apply(&mut self.decoder, &mut self.tree, payload);
+        let is_open = self.watches.is_watched(slot);
+        let mut watching = Watching { slot, is_open, watches: &mut self.watches, ledger: &self.ledger };
+        rank.apply(&mut self.decoder, &mut self.tree, payload, &mut watching);
         if rank.learned_block_size() != learned_before {
             self.is_fleet_changed = true;
         }
@@ -349,6 +375,7 @@ impl Core {
             if let Some(rank) = self.ranks.get_mut(slot.0 as usize).and_then(Option::take) {
                 rank.leave(&mut self.tree);
             }
+            self.watches.leave(slot.0 as usize);
             self.registry.release(slot);
         }
         self.contexts.prune();
@@ -387,8 +414,9 @@ impl Core {
     fn open_ranks(&mut self, id: &Name) {
         let Some(registration) = self.registry.get(id) else { return };
         let worker = registration.worker.clone();
-        let slots: Vec<Slot> = registration.ranks.iter().map(|rank| rank.slot).collect();
-        for (number, slot) in slots.iter().enumerate() {
+        let ranks = registration.ranks.clone();
+        let worker_slots: Arc<[usize]> = ranks.iter().map(|rank| rank.slot.0 as usize).collect();
+        for (number, Rank { slot, target, parity, .. }) in ranks.iter().enumerate() {
             let number = number as u32;
             let base = worker
                 .record
@@ -401,13 +429,20 @@ impl Core {
             }
             let subscription = endpoint.as_deref().and_then(|endpoint| self.subscribe(id, endpoint));
             let status = RankStatus::new(id.clone(), worker.generation, number, *slot, endpoint);
-            let mut rank = RankState::new(status, subscription, slots.len() as u32, worker.record.kv_block_size);
+            let mut rank = RankState::new(status, subscription, ranks.len() as u32, worker.record.kv_block_size);
             let replay = worker.record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
             rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, number)));
             let at = slot.0 as usize;
             if self.ranks.len() <= at {
                 self.ranks.resize_with(at + 1, || None);
             }
+            self.watches.admit(Admission {
+                slot: at,
+                target: *target,
+                worker_slots: worker_slots.clone(),
+                status: rank.status.clone(),
+                cell: parity.clone(),
+            });
             self.ranks[at] = Some(rank);
         }
     }

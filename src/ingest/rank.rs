@@ -5,10 +5,32 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::socket::{self, Subscription};
-use crate::events::Event;
 use crate::events::decode::Decoder;
 use crate::events::sequence::Sequence;
+use crate::events::{Event, Stored};
 use crate::index::{Applied, Mirror, RankStatus, Tree};
+use crate::load::Ledger;
+use crate::parity::{self, Watches};
+
+/// Who looks at what one batch of a slot has stored, if anybody does.
+pub(super) struct Watching<'a> {
+    pub slot: usize,
+    pub is_open: bool,
+    pub watches: &'a mut Watches,
+    pub ledger: &'a Ledger,
+}
+
+impl Watching<'_> {
+    fn show(&mut self, mirror: &Mirror, event: &Event<'_>, applied: &Applied) {
+        if let (Event::Stored(stored), Some((parent, chain))) = (event, mirror.stored_chain()) {
+            let Stored { tokens, block_size, .. } = *stored;
+            self.watches.on_store(self.slot, &parity::Stored { parent, chain, tokens, block_size }, self.ledger);
+        }
+        if applied.orphaned > 0 || applied.orphans_dropped > 0 {
+            self.watches.on_unplaced(self.slot);
+        }
+    }
+}
 
 pub(super) struct RankState {
     pub status: Arc<RankStatus>,
@@ -87,7 +109,7 @@ impl RankState {
     }
 
     /// Applies one batch and counts what became of it.
-    pub fn apply(&mut self, decoder: &mut Decoder, tree: &mut Tree, payload: &[u8]) {
+    pub fn apply(&mut self, decoder: &mut Decoder, tree: &mut Tree, payload: &[u8], watching: &mut Watching<'_>) {
         let mut total = Applied::default();
         let mut block_size = 0;
         let mut mismatches = 0;
@@ -99,6 +121,9 @@ impl RankState {
                 mismatches += u64::from(registered.is_some_and(|registered| u64::from(registered) != block_size));
             }
             let applied = mirror.apply(tree, &event);
+            if watching.is_open {
+                watching.show(mirror, &event, &applied);
+            }
             total.blocks_stored += applied.blocks_stored;
             total.blocks_removed += applied.blocks_removed;
             total.orphaned += applied.orphaned;

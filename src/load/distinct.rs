@@ -59,6 +59,20 @@ impl DistinctBlocks {
         self.count
     }
 
+    /// Whether any prompt has the block, wherever. Looks at every block: for the rare question, not for a pick.
+    pub fn contains(&self, block: BlockHash) -> bool {
+        let mut open: Vec<&Children> = vec![&self.first];
+        while let Some(children) = open.pop() {
+            for run in children.values() {
+                if run.blocks[run.range.clone()].contains(&block) {
+                    return true;
+                }
+                open.push(&run.next);
+            }
+        }
+        false
+    }
+
     /// Adds a prompt's blocks, first to last.
     pub fn add(&mut self, blocks: &Arc<[BlockHash]>) {
         let mut children = &mut self.first;
@@ -162,6 +176,7 @@ mod tests {
                 }
                 let set: HashSet<BlockHash> = held.iter().flat_map(|blocks| blocks.iter().copied()).collect();
                 assert_eq!(distinct.count(), set.len(), "seed {seed}, round {round}, step {step}");
+                assert!(set.iter().all(|block| distinct.contains(*block)) && !distinct.contains(BlockHash(0)));
                 let runs = joints(&distinct.first);
                 assert!(runs <= 2 * held.len(), "seed {seed}, round {round}: {runs} runs for {} prompts", held.len());
             }

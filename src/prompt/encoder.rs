@@ -98,6 +98,14 @@ impl Encoder {
         }
     }
 
+    /// Text of ids, special tokens included; for people to read.
+    pub fn decode(&self, ids: &[u32]) -> Option<String> {
+        match &self.implementation {
+            Implementation::Reference(tokenizer) => tokenizer.decode(ids, false).ok(),
+            Implementation::Fast(tokenizer) => tokenizer.decode(ids, false).ok(),
+        }
+    }
+
     pub fn has_forced_cuts(&self) -> bool {
         self.has_forced_cuts
     }

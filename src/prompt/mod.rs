@@ -115,12 +115,13 @@ pub fn attempt(
     prompter: Option<&Prompter>,
     endpoint: Endpoint,
     engine: EngineRules,
+    variant: Option<&Variant>,
     body: &[u8],
     block_sizes: &[usize],
     new_bytes_max: usize,
 ) -> Result<Attempt, NoBlocks> {
     match prompter {
-        Some(prompter) => prompter.attempt(endpoint, engine, None, body, block_sizes, new_bytes_max),
+        Some(prompter) => prompter.attempt(endpoint, engine, variant, body, block_sizes, new_bytes_max),
         None => {
             let prompt = tokens_without_tokenizer(endpoint, body)?;
             Ok(Attempt::Ready(block_sizes.iter().map(|block_size| prompt.blocks(*block_size)).collect()))

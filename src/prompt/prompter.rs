@@ -136,8 +136,20 @@ impl Prompter {
 
     /// Text and token ids of a body, without the prefix cache.
     pub fn tokens(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Prompt, NoBlocks> {
+        self.tokens_of_variant(endpoint, engine, None, body)
+    }
+
+    /// The same for a worker's own variant; `None` is the fleet's.
+    pub fn tokens_of_variant(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: &[u8],
+    ) -> Result<Prompt, NoBlocks> {
         let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
-        match self.rendered(endpoint, engine, &self.fleet_variant, (Body::read(text)?, body.len()))? {
+        let body = (Body::read(text)?, body.len());
+        match self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body)? {
             Rendered::Ids(ids) => Ok(Prompt { text: None, ids }),
             Rendered::Text(mut text) => {
                 let ids = self.maker.ids(&text)?;
@@ -155,19 +167,21 @@ impl Prompter {
         body: &[u8],
         block_size: usize,
     ) -> Result<PromptBlocks, NoBlocks> {
-        let mut blocks = self.blocks_by_size(endpoint, engine, body, &[block_size])?;
+        let mut blocks = self.blocks_by_size(endpoint, engine, None, body, &[block_size])?;
         blocks.pop().ok_or(NoBlocks::NoPrompt)
     }
 
-    /// Block hashes of a body in each block size: one rendering and one encoding for all of them.
+    /// Block hashes of a body in each block size: one rendering and one encoding for all of them. `variant` is the
+    /// worker's own, `None` the fleet's.
     pub fn blocks_by_size(
         &self,
         endpoint: Endpoint,
         engine: EngineRules,
+        variant: Option<&Variant>,
         body: &[u8],
         block_sizes: &[usize],
     ) -> Result<Vec<PromptBlocks>, NoBlocks> {
-        match self.attempt(endpoint, engine, None, body, block_sizes, usize::MAX)? {
+        match self.attempt(endpoint, engine, variant, body, block_sizes, usize::MAX)? {
             Attempt::Ready(blocks) => Ok(blocks),
             Attempt::Later(pending) => self.finish(pending),
         }
@@ -232,6 +246,11 @@ impl Prompter {
         let _ = self.maker.encoder.encode(WARM_UP_TEXT);
     }
 
+    /// Text of token ids, special tokens included; for people to read.
+    pub fn text_of(&self, ids: &[u32]) -> Option<String> {
+        self.maker.encoder.decode(ids)
+    }
+
     /// Counters for metrics.
     pub fn stats(&self) -> PromptStats {
         self.maker.stats()
@@ -245,6 +264,17 @@ impl Prompter {
     /// Whether the fast encoder is in use.
     pub fn encodes_fast(&self) -> bool {
         self.maker.encoder.is_fast()
+    }
+
+    /// Whether a body may hold a template of its own that is to be rendered: that may take its time, whatever the
+    /// body's length, and belongs on the encoder pool.
+    pub fn may_bring_template(&self, body: &[u8]) -> bool {
+        self.options.allow_request_chat_template && memchr::memmem::find(body, b"\"chat_template\"").is_some()
+    }
+
+    /// What workers that say nothing of their own are taken to render.
+    pub fn fleet_variant(&self) -> &Variant {
+        &self.fleet_variant
     }
 
     /// Name of the encoder in use.
@@ -301,8 +331,7 @@ impl Prompter {
         }
         let own_template = match body.chat_template.take() {
             Some(Tree::Text(source)) if self.options.allow_request_chat_template => {
-                let compiled = ChatTemplate::compile(&source, self.options.now);
-                Some(compiled.map_err(|error| NoBlocks::TemplateFailed(error.to_string()))?)
+                Some(ChatTemplate::compile_hostile(&source, self.options.now)?)
             }
             // SGLang has no such member and ignores it; vLLM refuses the request.
             Some(_) if engine == EngineRules::Vllm => {

@@ -11,9 +11,13 @@ use minijinja::{Environment, Error, ErrorKind};
 use super::content_form::{self, ContentForm};
 use super::environment::{Refused, environment};
 use super::{EngineRules, NoBlocks, spare};
-use crate::limits::RENDERED_BYTES_MAX;
+use crate::limits::{RENDERED_BYTES_MAX, REQUEST_TEMPLATE_BYTES_MAX, REQUEST_TEMPLATE_FUEL};
 
 const NAME: &str = "chat_template";
+
+/// Address space, of which a template touches what its depth needs: 4 KiB for each byte of the longest source, and a level
+/// takes at least one byte and a few hundred bytes of stack.
+const COMPILE_STACK_BYTES: usize = REQUEST_TEMPLATE_BYTES_MAX * 4096;
 
 /// One compiled template.
 pub struct ChatTemplate {
@@ -31,6 +35,24 @@ impl ChatTemplate {
         environment.add_template_owned(NAME, without_generation_tags(&source))?;
         let forms = [EngineRules::Vllm, EngineRules::Sglang].map(|rules| content_form::of_template(&source, rules));
         Ok(Self { environment, source, forms })
+    }
+
+    /// Compiles a template that somebody else wrote. The compiler recurses once for each level of an expression, and not
+    /// all levels are counted (`not not not …`, a sum of many terms): the source is bounded, and the stack is made for
+    /// the deepest expression that fits in it.
+    pub fn compile_hostile(source: &str, now: Option<SystemTime>) -> Result<Self, NoBlocks> {
+        if source.len() > REQUEST_TEMPLATE_BYTES_MAX {
+            return Err(NoBlocks::TooLong);
+        }
+        let failed = |error: &dyn std::fmt::Display| NoBlocks::TemplateFailed(error.to_string());
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("template".into()).stack_size(COMPILE_STACK_BYTES);
+            let thread = thread.spawn_scoped(scope, || Self::compile(source, now)).map_err(|error| failed(&error))?;
+            let compiled = thread.join().map_err(|_| failed(&"the compiler panicked"))?;
+            let mut compiled = compiled.map_err(|error| failed(&error))?;
+            compiled.environment.set_fuel(Some(REQUEST_TEMPLATE_FUEL));
+            Ok(compiled)
+        })
     }
 
     /// The form in which this template wants message content, as the given engine decides it.

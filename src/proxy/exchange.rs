@@ -267,6 +267,7 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
     match responder.relay(response, as_it_came(is_stream, &mut observer)).await {
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
+                picked.completed();
                 count((&picked.handles, &picked.handles), received, &observer);
             }
             Outcome::from(status)

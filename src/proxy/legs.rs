@@ -106,6 +106,9 @@ impl Attempt<'_> {
         if !answer.is_whole && answer.outcome == Outcome::Error {
             self.pair.decode.failed();
         }
+        if answer.is_whole {
+            self.pair.prefill.completed();
+        }
     }
 
     /// Decode has begun to answer, which it cannot without prefill: sessions stay with both.
@@ -229,6 +232,9 @@ async fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> PrefillE
             PrefillEnd::Failed(LegFailure { role: Role::Prefill, worker, reason, phase: "status", is_timeout: false })
         }
     };
+    if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
+        booking.note_complete();
+    }
     drop(booking);
     end
 }

@@ -12,11 +12,11 @@ use super::service::RouterService;
 use super::shared::Shared;
 use crate::api::Endpoint;
 use crate::decode_demand::{self, Input};
-use crate::fleet::{Fleet, Target};
+use crate::fleet::{Fleet, Parity, Target};
 use crate::hash::BlockHash;
 use crate::limits;
 use crate::prompt::outline::Outline;
-use crate::prompt::{self, Attempt, EngineRules, NoBlocks, PromptBody, Prompter};
+use crate::prompt::{self, Attempt, EngineRules, NoBlocks, PromptBody, Prompter, Variant};
 use crate::route::BodyFacts;
 
 /// Tokens per block for a target that has no block size of its own: the canonical value of the field.
@@ -26,6 +26,7 @@ pub(super) const DEFAULT_BLOCK_TOKENS: u32 = 16;
 #[derive(Clone, Debug)]
 pub(super) struct HashedPrompt {
     rules: EngineRules,
+    variant: Option<u64>,
     tokens: u64,
     by_block_size: Vec<(u32, Arc<[BlockHash]>)>,
 }
@@ -38,6 +39,15 @@ pub(super) struct Prompts {
     pub facts: BodyFacts,
     /// Tokens by the size of the body's strings; only where demand needs them and the prompt gave none.
     estimated_tokens: u64,
+    /// What the prompt was made of; absent when there is none.
+    pub source: Option<Source>,
+}
+
+/// A prompt as it came.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    pub endpoint: prompt::Endpoint,
+    pub body: Bytes,
 }
 
 impl Prompts {
@@ -47,11 +57,13 @@ impl Prompts {
     }
 
     /// Tokens of the prompt as this target counts them. Exact where the router's own rendering is the
-    /// worker's; parts other than text make it an estimate, and so does a prompt that was not tokenized.
+    /// worker's; parts other than text make it an estimate, and so do a worker that is known to render otherwise and a
+    /// prompt that was not tokenized.
     pub fn tokens_for(&self, target: &Target) -> (u64, Input) {
-        let rules = Wanted::of(target).rules;
-        match self.hashed.iter().find(|prompt| prompt.rules == rules) {
-            Some(prompt) if self.facts.is_multimodal => (prompt.tokens, Input::Estimated),
+        match self.hashed_for(Wanted::of(target)) {
+            Some(prompt) if self.facts.is_multimodal || target.parity.verdict() == Parity::Diverged => {
+                (prompt.tokens, Input::Estimated)
+            }
             Some(prompt) => (prompt.tokens, Input::Exact),
             None => (self.estimated_tokens, Input::Estimated),
         }
@@ -60,14 +72,20 @@ impl Prompts {
     /// The prompt's blocks as this target names them.
     pub fn blocks_for(&self, target: &Target) -> Option<&Arc<[BlockHash]>> {
         let wanted = Wanted::of(target);
-        let prompt = self.hashed.iter().find(|prompt| prompt.rules == wanted.rules)?;
+        let prompt = self.hashed_for(wanted)?;
         prompt.by_block_size.iter().find(|(size, _)| *size == wanted.block_size).map(|(_, blocks)| blocks)
+    }
+
+    fn hashed_for(&self, wanted: Wanted) -> Option<&HashedPrompt> {
+        self.hashed.iter().find(|prompt| (prompt.rules, prompt.variant) == (wanted.rules, wanted.variant))
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wanted {
     rules: EngineRules,
+    /// Of the worker's own template arguments; absent for the fleet's.
+    variant: Option<u64>,
     block_size: u32,
 }
 
@@ -75,6 +93,7 @@ impl Wanted {
     fn of(target: &Target) -> Self {
         Self {
             rules: EngineRules::of_engine(&target.worker.record.engine),
+            variant: target.worker.variant,
             block_size: target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
         }
     }
@@ -92,11 +111,19 @@ pub(super) fn begin(
     body: Option<PromptBody<'_>>,
 ) -> Option<Unfinished> {
     let mut wanted: Vec<Wanted> = Vec::with_capacity(1);
+    let mut variants: Vec<Variant> = Vec::new();
     for index in pool {
-        let want = Wanted::of(&fleet.targets[*index as usize]);
-        if !wanted.contains(&want) {
-            wanted.push(want);
+        let target = &fleet.targets[*index as usize];
+        let want = Wanted::of(target);
+        if wanted.contains(&want) {
+            continue;
         }
+        if want.variant.is_some_and(|id| variants.iter().all(|variant| variant.id() != id)) {
+            // What cannot be made a variant has no id, so this one can.
+            let arguments = target.worker.record.default_chat_template_kwargs.as_ref();
+            variants.extend(arguments.and_then(|arguments| Variant::of(arguments).ok()));
+        }
+        wanted.push(want);
     }
     let endpoint = match endpoint {
         Endpoint::ChatCompletions => prompt::Endpoint::Chat,
@@ -105,13 +132,15 @@ pub(super) fn begin(
     };
     let started = Instant::now();
     let shared = &service.shared;
-    let work = Work { endpoint, wanted, estimates: shared.steering.demand.is_some() };
+    let work = Work { endpoint, wanted, variants, estimates: shared.steering.demand.is_some() };
     let bytes = outline.body();
+    prompts.source = Some(Source { endpoint, body: bytes.clone() });
     let prompter = shared.prompter.as_deref();
+    let brings_template = prompter.is_some_and(|prompter| prompter.may_bring_template(bytes));
     let done = match (prompter, body) {
         (None, _) if !brings_ids(outline) => work.failed(NoBlocks::NoTokenizer, bytes),
         (None, _) if bytes.len() <= limits::SHARD_NEW_TEXT_BYTES => work.run(None, bytes),
-        (Some(prompter), Some(body)) if prompts.facts.messages <= limits::SHARD_PROMPT_MESSAGES => {
+        (Some(prompter), Some(body)) if prompts.facts.messages <= limits::SHARD_PROMPT_MESSAGES && !brings_template => {
             match work.attempt_here(prompter, body, bytes.len()) {
                 Ok(parts) if parts.iter().any(|part| matches!(part.attempt, Attempt::Later(_))) => {
                     return Some(Unfinished { work, parts: Some(parts), started });
@@ -186,6 +215,8 @@ async fn on_the_pool(service: &RouterService, job: Job) -> Option<Done> {
 struct Work {
     endpoint: prompt::Endpoint,
     wanted: Vec<Wanted>,
+    /// The workers' own, by the ids that `wanted` names.
+    variants: Vec<Variant>,
     /// Whether a prompt that cannot be tokenized is to be measured all the same.
     estimates: bool,
 }
@@ -197,10 +228,23 @@ struct Done {
     failure: Option<NoBlocks>,
 }
 
+/// What tells one rendering from another: the engine's rules and the template arguments' id.
+type Rendering = (EngineRules, u64);
+
+/// Workers that render alike, and what they want of the rendering.
+struct Family {
+    rendering: Rendering,
+    rules: EngineRules,
+    /// Absent for the fleet's.
+    variant: Option<Variant>,
+    /// Ids of the variants that come to this rendering.
+    shared_by: Vec<Option<u64>>,
+    block_sizes: Vec<usize>,
+}
+
 /// One rendering of a prompt, or as far as it has come.
 struct Part {
-    rules: EngineRules,
-    block_sizes: Vec<usize>,
+    family: Family,
     attempt: Attempt,
 }
 
@@ -234,57 +278,87 @@ impl Work {
             false => limits::SHARD_NEW_TEXT_BYTES_REFERENCE,
         };
         let mut body = Some(body);
-        let families = self.families();
+        let families = self.families(Some(prompter));
         let last = families.len().saturating_sub(1);
-        let parts = families.into_iter().enumerate().map(|(index, (rules, block_sizes))| {
+        let parts = families.into_iter().enumerate().map(|(index, family)| {
             let body = if index == last { body.take() } else { body.clone() }.unwrap_or_default();
-            let body = (body, body_bytes);
-            let attempt = prompter.attempt_read(self.endpoint, rules, None, body, &block_sizes, new_bytes_max)?;
-            Ok(Part { rules, block_sizes, attempt })
+            let (body, variant, sizes) = ((body, body_bytes), family.variant.as_ref(), &family.block_sizes);
+            let attempt = prompter.attempt_read(self.endpoint, family.rules, variant, body, sizes, new_bytes_max)?;
+            Ok(Part { family, attempt })
         });
         parts.collect()
     }
 
     fn attempt(&self, prompter: Option<&Prompter>, body: &[u8]) -> Result<Vec<Part>, NoBlocks> {
-        let parts = self.families().into_iter().map(|(rules, block_sizes)| {
-            let attempt = prompt::attempt(prompter, self.endpoint, rules, body, &block_sizes, usize::MAX)?;
-            Ok(Part { rules, block_sizes, attempt })
+        let parts = self.families(prompter).into_iter().map(|family| {
+            let (variant, sizes) = (family.variant.as_ref(), &family.block_sizes);
+            let attempt = prompt::attempt(prompter, self.endpoint, family.rules, variant, body, sizes, usize::MAX)?;
+            Ok(Part { family, attempt })
         });
         parts.collect()
     }
 
-    /// Engine families, each with its block sizes: one rendering for each.
-    fn families(&self) -> Vec<(EngineRules, Vec<usize>)> {
-        let mut families: Vec<(EngineRules, Vec<usize>)> = Vec::with_capacity(1);
+    /// One for each rendering that is needed.
+    fn families(&self, prompter: Option<&Prompter>) -> Vec<Family> {
+        let mut families: Vec<Family> = Vec::with_capacity(1);
         for want in &self.wanted {
-            match families.iter_mut().find(|(rules, _)| *rules == want.rules) {
-                Some((_, sizes)) => sizes.push(want.block_size as usize),
-                None => families.push((want.rules, vec![want.block_size as usize])),
+            let rendering = self.rendering(want, prompter);
+            let at = families.iter().position(|family| family.rendering == rendering).unwrap_or_else(|| {
+                let variant = self.variants.iter().find(|variant| want.variant == Some(variant.id())).cloned();
+                families.push(Family {
+                    rendering,
+                    rules: want.rules,
+                    variant,
+                    shared_by: Vec::new(),
+                    block_sizes: Vec::new(),
+                });
+                families.len() - 1
+            });
+            let family = &mut families[at];
+            if !family.shared_by.contains(&want.variant) {
+                family.shared_by.push(want.variant);
+            }
+            if !family.block_sizes.contains(&(want.block_size as usize)) {
+                family.block_sizes.push(want.block_size as usize);
             }
         }
         families
     }
 
     fn done(&self, prompter: Option<&Prompter>, parts: Result<Vec<Part>, NoBlocks>, body: &[u8]) -> Done {
-        let hashed = parts.and_then(|parts| parts.into_iter().map(|part| part.finished(prompter)).collect());
+        let hashed: Result<Vec<Vec<HashedPrompt>>, NoBlocks> =
+            parts.and_then(|parts| parts.into_iter().map(|part| part.finished(prompter)).collect());
         match hashed {
-            Ok(hashed) => Done { hashed, estimated_tokens: 0, failure: None },
+            Ok(hashed) => Done { hashed: hashed.into_iter().flatten().collect(), estimated_tokens: 0, failure: None },
             Err(failure) => self.failed(failure, body),
         }
     }
 }
 
 impl Part {
-    fn finished(self, prompter: Option<&Prompter>) -> Result<HashedPrompt, NoBlocks> {
+    /// The same blocks for every variant that shares the rendering.
+    fn finished(self, prompter: Option<&Prompter>) -> Result<Vec<HashedPrompt>, NoBlocks> {
         let blocks = match (self.attempt, prompter) {
             (Attempt::Ready(blocks), _) => blocks,
             (Attempt::Later(pending), Some(prompter)) => prompter.finish(pending)?,
             (Attempt::Later(_), None) => return Err(NoBlocks::NoTokenizer),
         };
         let tokens = blocks.first().map_or(0, |blocks| blocks.tokens as u64);
-        let sizes = self.block_sizes.iter().map(|size| *size as u32);
-        let by_block_size = sizes.zip(blocks.into_iter().map(|blocks| blocks.hashes)).collect();
-        Ok(HashedPrompt { rules: self.rules, tokens, by_block_size })
+        let Family { rules, shared_by, block_sizes, .. } = self.family;
+        let sizes = block_sizes.iter().map(|size| *size as u32);
+        let by_block_size: Vec<_> = sizes.zip(blocks.into_iter().map(|blocks| blocks.hashes)).collect();
+        let of = |variant| HashedPrompt { rules, variant, tokens, by_block_size: by_block_size.clone() };
+        Ok(shared_by.into_iter().map(of).collect())
+    }
+}
+
+impl Work {
+    /// What tells one rendering from another. Arguments that are the fleet's own anyway make no other, and a
+    /// completion has no template to give them to.
+    fn rendering(&self, want: &Wanted, prompter: Option<&Prompter>) -> Rendering {
+        let fleets = prompter.map_or(0, |prompter| prompter.fleet_variant().id());
+        let variant = want.variant.filter(|_| self.endpoint == prompt::Endpoint::Chat);
+        (want.rules, variant.unwrap_or(fleets))
     }
 }
 
@@ -293,5 +367,25 @@ fn report(shared: &Shared, failure: &NoBlocks) {
     let first = shared.metrics.prompt_failed(failure);
     if first && !matches!(failure, NoBlocks::NoTokenizer) {
         warn!(reason = failure.reason(), detail = %failure, "a prompt was routed by load alone; further ones are only counted");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::fixtures::{fleet, member};
+    use crate::worker::Role;
+
+    #[test]
+    fn a_worker_that_renders_otherwise_is_counted_by_estimate() {
+        let fleet = fleet(&[member("a", "m", Role::Decode), member("b", "m", Role::Decode)]);
+        let hashed = HashedPrompt { rules: EngineRules::Vllm, variant: None, tokens: 7, by_block_size: Vec::new() };
+        let prompts = Prompts { hashed: vec![hashed], ..Prompts::default() };
+        let counts = || [0, 1].map(|at| prompts.tokens_for(&fleet.targets[at]));
+        assert_eq!(counts(), [(7, Input::Exact); 2]);
+        fleet.targets[1].parity.set_probed(Parity::Confirmed);
+        assert_eq!(counts(), [(7, Input::Exact); 2]);
+        fleet.targets[1].parity.set_watched(Parity::Diverged);
+        assert_eq!(counts(), [(7, Input::Exact), (7, Input::Estimated)]);
     }
 }

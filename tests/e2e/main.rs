@@ -19,5 +19,6 @@ mod leaving;
 mod lifecycle;
 mod memory;
 mod official_client;
+mod parity;
 mod pd;
 mod surface;

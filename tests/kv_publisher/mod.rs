@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use infera_router::fleet::{DiscoveredWorker, WorkerState};
+use infera_router::fleet::{DiscoveredWorker, Parity, WorkerState};
 use infera_router::hash::{BlockHash, prompt_blocks};
 use infera_router::index::{Hits, RankStatus, View};
 use infera_router::ingest::IngestHandle;
@@ -194,7 +194,12 @@ pub fn worker(id: &str, endpoint: Option<&str>) -> DiscoveredWorker {
         "kv_block_size": BLOCK_SIZE,
     }))
     .unwrap();
-    DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 9).into()), state: WorkerState::Active }
+    DiscoveredWorker {
+        record,
+        address: Some(([127, 0, 0, 1], 9).into()),
+        state: WorkerState::Active,
+        probed: Parity::Unknown,
+    }
 }
 
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
