@@ -126,3 +126,7 @@ pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
 /// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
 /// ends of its monitor, and a replay now and then.
 pub const RANKS_PER_EVENT_CONTEXT: usize = 200;
+
+/// Asking one engine to forget its cache (`--kv-self-heal`), and how many are asked at a time.
+pub const SELF_HEAL_ASK_DEADLINE: std::time::Duration = std::time::Duration::from_secs(15);
+pub const SELF_HEAL_ASKS_MAX: usize = 16;

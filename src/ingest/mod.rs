@@ -5,6 +5,7 @@ mod core;
 mod doorbell;
 mod rank;
 mod registry;
+pub mod self_heal;
 pub mod socket;
 
 use std::sync::Arc;

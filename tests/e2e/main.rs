@@ -4,6 +4,8 @@
 
 #[path = "../support/etcd.rs"]
 mod etcd;
+#[path = "../kv_publisher/mod.rs"]
+mod kv_publisher;
 mod support;
 
 mod affinity;
@@ -17,4 +19,5 @@ mod leaving;
 mod lifecycle;
 mod official_client;
 mod pd;
+mod self_heal;
 mod surface;
