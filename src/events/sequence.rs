@@ -53,11 +53,13 @@ pub struct HeldBatch {
     pub payload: Vec<u8>,
 }
 
-/// How a replay ended: the held batches are to be applied in order, after a reset if `lost` is not 0.
+/// How a replay ended: the held batches are to be applied in order, after a reset if `lost` is not 0. Then, if there was a
+/// further gap behind them, its replay is to be asked for, from the number in `ask` on.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Recovered {
     pub lost: u64,
     pub held: Vec<HeldBatch>,
+    pub ask: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -65,6 +67,7 @@ struct Recovery {
     /// Next sequence number wanted from the replay; `end` is the first that is held.
     next: u64,
     end: u64,
+    /// In order; may have gaps of their own, which are filled one after the other.
     held: VecDeque<HeldBatch>,
     held_bytes: usize,
     deadline_ns: u64,
@@ -77,12 +80,14 @@ pub struct Sequence {
     /// Newest last: sequence number, and the digest of its payload unless it was lost.
     recent: VecDeque<(u64, Option<u64>)>,
     recovery: Option<Recovery>,
+    /// The connection broke since the last batch: what comes next may be another publisher's.
+    is_doubtful: bool,
 }
 
 impl Sequence {
     /// `can_replay`: whether a replay socket of this publisher is known.
     pub fn new(can_replay: bool) -> Self {
-        Self { can_replay, next: None, recent: VecDeque::with_capacity(RECENT), recovery: None }
+        Self { can_replay, next: None, recent: VecDeque::with_capacity(RECENT), recovery: None, is_doubtful: false }
     }
 
     /// Last sequence number that was accepted.
@@ -93,6 +98,13 @@ impl Sequence {
     /// The publisher's replay socket has become known, or is known no more.
     pub fn set_can_replay(&mut self, can_replay: bool) {
         self.can_replay = can_replay;
+    }
+
+    /// The connection to the publisher broke. A restarted one may already be past the number that the former one had reached,
+    /// and then its first batch looks like a gap; so a gap behind a break counts as a new life. What stays possible is that
+    /// a new life is at exactly the next number: its batches are then taken for the former one's.
+    pub fn on_disconnect(&mut self) {
+        self.is_doubtful = true;
     }
 
     pub fn is_recovering(&self) -> bool {
@@ -109,6 +121,7 @@ impl Sequence {
         // The all-ones number ends replays and cannot be a batch's own.
         let Some(sequence) = sequence.filter(|sequence| *sequence != u64::MAX) else { return Step::Apply };
         let digest = xxh3_64(payload);
+        let is_doubtful = std::mem::take(&mut self.is_doubtful);
         let Some(next) = self.next else {
             // Joined mid-stream: what came before is not known, but nothing known is wrong either.
             self.accept(sequence, digest);
@@ -118,21 +131,20 @@ impl Sequence {
             return Step::Apply;
         };
         if sequence < next {
-            return self.on_older(sequence, payload, digest, now_ns);
+            return self.on_older(sequence, payload, digest, is_doubtful, now_ns);
         }
         let lost = sequence - next;
+        if lost > 0 && is_doubtful && self.can_replay {
+            return self.begin_anew(sequence, payload, digest, now_ns);
+        }
         if lost > 0 {
             self.remember_lost(next, sequence);
         }
         self.accept(sequence, digest);
         match (lost, self.recovery.is_some()) {
             (0, false) => Step::Apply,
-            (0, true) => self.hold(sequence, payload),
-            (_, true) => {
-                // A second gap while the first is being filled: what is held can no longer be joined to what follows.
-                let abandoned = self.recovery.take().map_or(0, |recovery| recovery.end - recovery.next);
-                Step::ResetAndApply { lost: lost + abandoned }
-            }
+            // A further gap while the first is being filled has its turn when that is done.
+            (_, true) => self.hold(sequence, payload),
             (_, false) if self.can_replay => self.start_recovery(next, sequence, false, payload, now_ns),
             (_, false) => Step::ResetAndApply { lost },
         }
@@ -140,20 +152,23 @@ impl Sequence {
 
     /// A batch that should have come earlier. Over one connection messages keep their order, so an old number
     /// is a repeat (same bytes), a straggler that was already given up, or the first words of a new publisher.
-    fn on_older(&mut self, sequence: u64, payload: &[u8], digest: u64, now_ns: u64) -> Step {
+    fn on_older(&mut self, sequence: u64, payload: &[u8], digest: u64, is_doubtful: bool, now_ns: u64) -> Step {
         match self.recent.iter().rev().find(|(known, _)| *known == sequence) {
-            Some((_, None)) => Step::Drop,
+            Some((_, None)) if !is_doubtful => Step::Drop,
             Some((_, Some(known))) if *known == digest => Step::Drop,
-            _ => {
-                self.recent.clear();
-                self.recovery = None;
-                self.accept(sequence, digest);
-                if sequence > 0 && self.can_replay {
-                    return self.start_recovery(0, sequence, true, payload, now_ns);
-                }
-                Step::ResetAndApply { lost: 0 }
-            }
+            _ => self.begin_anew(sequence, payload, digest, now_ns),
         }
+    }
+
+    /// The batch is of a new life of the publisher.
+    fn begin_anew(&mut self, sequence: u64, payload: &[u8], digest: u64, now_ns: u64) -> Step {
+        self.recent.clear();
+        self.recovery = None;
+        self.accept(sequence, digest);
+        if sequence > 0 && self.can_replay {
+            return self.start_recovery(0, sequence, true, payload, now_ns);
+        }
+        Step::ResetAndApply { lost: 0 }
     }
 
     fn start_recovery(&mut self, start: u64, end: u64, reset: bool, payload: &[u8], now_ns: u64) -> Step {
@@ -174,7 +189,8 @@ impl Sequence {
         let Some(recovery) = self.recovery.as_mut() else { return Step::Apply };
         recovery.held_bytes += payload.len();
         if recovery.held.len() >= REPLAY_HELD_BATCHES_MAX || recovery.held_bytes > REPLAY_HELD_BYTES_MAX {
-            let lost = recovery.end - recovery.next + recovery.held.len() as u64;
+            // All from the first missing one up to this one, whether it came and was held or not.
+            let lost = sequence - recovery.next;
             self.recovery = None;
             return Step::ResetAndApply { lost };
         }
@@ -194,16 +210,32 @@ impl Sequence {
         if lost == 0 { ReplayStep::Apply } else { ReplayStep::ResetAndApply { lost } }
     }
 
-    /// Ends the recovery once every missing batch has come.
-    pub fn finished(&mut self) -> Option<Recovered> {
-        let recovery = self.recovery.take_if(|recovery| recovery.next == recovery.end)?;
-        Some(Recovered { lost: 0, held: recovery.held.into() })
+    /// Ends the recovery of a gap once every missing batch has come.
+    pub fn finished(&mut self, now_ns: u64) -> Option<Recovered> {
+        self.recovery.as_ref().filter(|recovery| recovery.next == recovery.end)?;
+        self.on_replay_end(now_ns)
     }
 
     /// The engine has said that its replay is over, whether or not everything came.
-    pub fn on_replay_end(&mut self) -> Option<Recovered> {
-        let recovery = self.recovery.take()?;
-        Some(Recovered { lost: recovery.end - recovery.next, held: recovery.held.into() })
+    pub fn on_replay_end(&mut self, now_ns: u64) -> Option<Recovered> {
+        let recovery = self.recovery.as_mut()?;
+        let lost = recovery.end - recovery.next;
+        let mut held = Vec::new();
+        recovery.next = recovery.end;
+        while recovery.held.front().is_some_and(|batch| batch.sequence == recovery.next)
+            && let Some(batch) = recovery.held.pop_front()
+        {
+            recovery.held_bytes -= batch.payload.len();
+            recovery.next += 1;
+            held.push(batch);
+        }
+        let Some(behind) = recovery.held.front() else {
+            self.recovery = None;
+            return Some(Recovered { lost, held, ask: None });
+        };
+        recovery.end = behind.sequence;
+        recovery.deadline_ns = now_ns + REPLAY_PATIENCE_NS;
+        Some(Recovered { lost, held, ask: Some(recovery.next) })
     }
 
     /// Gives a replay up that made no progress until its deadline.
@@ -211,7 +243,7 @@ impl Sequence {
         if self.deadline_ns()? > now_ns {
             return None;
         }
-        self.on_replay_end()
+        self.on_replay_end(now_ns)
     }
 
     fn accept(&mut self, sequence: u64, digest: u64) {
@@ -282,14 +314,14 @@ mod tests {
         assert_eq!(live(&mut state, 5, "a"), Step::AskReplay { start: 3, end: 5, reset: false });
         assert_eq!(live(&mut state, 6, "a"), Step::Held);
         assert_eq!(state.on_replay(3, 0), ReplayStep::Apply);
-        assert_eq!(state.finished(), None);
+        assert_eq!(state.finished(0), None);
         assert_eq!(state.on_replay(3, 0), ReplayStep::Ignore);
         assert_eq!(state.on_replay(4, 0), ReplayStep::Apply);
-        let recovered = state.finished().expect("all there");
+        let recovered = state.finished(0).expect("all there");
         assert_eq!(recovered.lost, 0);
         assert_eq!(recovered.held.iter().map(|held| held.sequence).collect::<Vec<_>>(), [5, 6]);
         assert_eq!(state.on_replay(5, 0), ReplayStep::Ignore);
-        assert_eq!(state.on_replay_end(), None);
+        assert_eq!(state.on_replay_end(0), None);
         assert_eq!(live(&mut state, 7, "a"), Step::Apply);
     }
 
@@ -299,7 +331,7 @@ mod tests {
         assert_eq!(live(&mut state, 0, "a"), Step::Apply);
         assert_eq!(live(&mut state, 9, "a"), Step::AskReplay { start: 1, end: 9, reset: false });
         assert_eq!(state.on_replay(7, 0), ReplayStep::ResetAndApply { lost: 6 });
-        assert_eq!(state.on_replay_end().map(|recovered| recovered.lost), Some(1));
+        assert_eq!(state.on_replay_end(0).map(|recovered| recovered.lost), Some(1));
 
         let mut state = Sequence::new(true);
         assert_eq!(live(&mut state, 0, "a"), Step::Apply);
@@ -331,11 +363,52 @@ mod tests {
             }
         };
         assert_eq!(sequence as usize, REPLAY_HELD_BATCHES_MAX + 2);
-        assert!(matches!(step, Step::ResetAndApply { .. }) && !state.is_recovering());
-        assert_eq!(
-            live(&mut state, sequence + 2, "a"),
-            Step::AskReplay { start: sequence + 1, end: sequence + 2, reset: false }
-        );
-        assert_eq!(live(&mut state, sequence + 9, "a"), Step::ResetAndApply { lost: 7 });
+        // Sequence 1 was asked for; 2 to this one were held, or would have been.
+        assert_eq!(step, Step::ResetAndApply { lost: sequence - 1 });
+        assert!(!state.is_recovering());
+        assert_eq!(live(&mut state, sequence + 1, "a"), Step::Apply);
+    }
+
+    /// The engine restarts, and by the time of the reconnection its new life is past the former one's numbers: what looks like
+    /// a gap must not be filled into the old view.
+    #[test]
+    fn a_gap_behind_a_broken_connection_is_a_new_life() {
+        let mut state = Sequence::new(true);
+        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        state.on_disconnect();
+        assert_eq!(live(&mut state, 7, "b"), Step::AskReplay { start: 0, end: 7, reset: true });
+        assert_eq!(live(&mut state, 9, "b"), Step::Held, "an ordinary gap again");
+        // Its first batch has the number of one that was lost.
+        let mut state = Sequence::new(false);
+        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        assert_eq!(live(&mut state, 4, "a"), Step::ResetAndApply { lost: 3 });
+        state.on_disconnect();
+        assert_eq!(live(&mut state, 2, "b"), Step::ResetAndApply { lost: 0 });
+        // The same publisher over a new connection, without a loss.
+        let mut state = Sequence::new(true);
+        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        state.on_disconnect();
+        assert_eq!(live(&mut state, 1, "a"), Step::Apply);
+        assert_eq!(live(&mut state, 3, "a"), Step::AskReplay { start: 2, end: 3, reset: false });
+    }
+
+    /// Lost are 1, then 3 and 4 while the first replay runs: each gap is asked for in its turn, and each batch applied once.
+    #[test]
+    fn gaps_behind_a_gap_are_filled_one_after_the_other() {
+        let mut state = Sequence::new(true);
+        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        assert_eq!(live(&mut state, 2, "a"), Step::AskReplay { start: 1, end: 2, reset: false });
+        assert_eq!(live(&mut state, 5, "a"), Step::Held);
+        assert_eq!(live(&mut state, 6, "a"), Step::Held);
+        assert_eq!(state.on_replay(1, 0), ReplayStep::Apply);
+        let numbers = |recovered: &Recovered| recovered.held.iter().map(|held| held.sequence).collect::<Vec<_>>();
+        let first = state.finished(7).expect("the first gap is filled");
+        assert_eq!((first.lost, numbers(&first), first.ask), (0, vec![2], Some(3)));
+        assert_eq!(state.deadline_ns(), Some(7 + REPLAY_PATIENCE_NS));
+        assert_eq!(live(&mut state, 3, "a"), Step::Drop, "a straggler; its replay is on the way");
+        assert_eq!(state.on_replay(4, 8), ReplayStep::ResetAndApply { lost: 1 }, "3 is no longer there");
+        let second = state.finished(9).expect("what there was has come");
+        assert_eq!((second.lost, numbers(&second), second.ask), (0, vec![5, 6], None));
+        assert_eq!(live(&mut state, 7, "a"), Step::Apply);
     }
 }

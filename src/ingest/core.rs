@@ -114,10 +114,11 @@ impl Core {
                 sources.push(Source::Replay(slot));
             }
             let Some(subscription) = &rank.subscription else { continue };
-            items.push(subscription.events.as_poll_item(zmq::POLLIN));
-            sources.push(Source::Events(slot));
+            // The monitor first: what it says of a broken connection is to be known before what came over the next one.
             items.push(subscription.monitor.as_poll_item(zmq::POLLIN));
             sources.push(Source::Monitor(slot));
+            items.push(subscription.events.as_poll_item(zmq::POLLIN));
+            sources.push(Source::Events(slot));
         }
         self.inbox.bell.fall_asleep();
         let wait_ms = if self.inbox.is_empty() { wait_ms } else { 0 };
@@ -194,12 +195,13 @@ impl Core {
     }
 
     fn ask_replay(&mut self, slot: usize, start: u64) {
+        let now_ns = self.stats.now_ns();
         let Some(rank) = self.ranks[slot].as_mut() else { return };
         match rank.ask_replay(start) {
             Ok(()) => self.recovering.push(slot),
             Err(error) => {
                 tracing::warn!(worker_id = %rank.status.worker_id, %error, "cannot ask for lost KV-event batches");
-                if let Some(recovered) = rank.sequence.on_replay_end() {
+                if let Some(recovered) = rank.sequence.on_replay_end(now_ns) {
                     self.end_replay(slot, recovered);
                 }
             }
@@ -228,7 +230,7 @@ impl Core {
         match frame::replay(frames) {
             Err(_) => rank.status.messages_broken.add(1),
             Ok(frame::Replay::End) => {
-                if let Some(recovered) = rank.sequence.on_replay_end() {
+                if let Some(recovered) = rank.sequence.on_replay_end(now_ns) {
                     self.end_replay(slot, recovered);
                 }
             }
@@ -242,7 +244,7 @@ impl Core {
                     self.reset(slot, lost);
                 }
                 self.apply(slot, payload);
-                let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished());
+                let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished(now_ns));
                 if let Some(recovered) = finished {
                     self.end_replay(slot, recovered);
                 }
@@ -250,16 +252,26 @@ impl Core {
         }
     }
 
-    /// The replay is over, one way or the other: what was held back follows.
-    fn end_replay(&mut self, slot: usize, recovered: Recovered) {
-        if let Some(rank) = self.ranks[slot].as_mut() {
-            rank.replay = None;
-        }
-        if recovered.lost > 0 {
-            self.reset(slot, recovered.lost);
-        }
-        for batch in recovered.held {
-            self.apply(slot, &batch.payload);
+    /// The replay is over, one way or the other: what was held back follows, up to the next gap, which is asked for anew.
+    fn end_replay(&mut self, slot: usize, mut recovered: Recovered) {
+        let now_ns = self.stats.now_ns();
+        loop {
+            if let Some(rank) = self.ranks[slot].as_mut() {
+                rank.replay = None;
+            }
+            if recovered.lost > 0 {
+                self.reset(slot, recovered.lost);
+            }
+            for batch in recovered.held {
+                self.apply(slot, &batch.payload);
+            }
+            let Some((start, rank)) = recovered.ask.zip(self.ranks[slot].as_mut()) else { return };
+            if rank.ask_replay(start).is_ok() {
+                self.recovering.push(slot);
+                return;
+            }
+            let Some(further) = rank.sequence.on_replay_end(now_ns) else { return };
+            recovered = further;
         }
     }
 
@@ -333,8 +345,12 @@ impl Core {
     }
 
     fn read_monitor(&mut self, slot: usize) {
-        let Some(rank) = self.ranks.get(slot).and_then(Option::as_ref) else { return };
-        let Some(connected) = rank.subscription.as_ref().and_then(Subscription::connection_change) else { return };
+        let Some(rank) = self.ranks.get_mut(slot).and_then(Option::as_mut) else { return };
+        let Some(change) = rank.subscription.as_ref().and_then(Subscription::connection_change) else { return };
+        if change.has_broken {
+            rank.sequence.on_disconnect();
+        }
+        let connected = change.is_connected;
         if rank.status.connected.swap(connected, Ordering::Relaxed) != connected {
             tracing::info!(worker_id = %rank.status.worker_id, rank = rank.status.rank, connected, "KV-event publisher");
         }

@@ -103,18 +103,29 @@ impl Subscription {
         Ok(Self { events, monitor, context })
     }
 
-    /// Reads what the monitor has to say; the last word, if there was any: connected or not.
-    pub fn connection_change(&self) -> Option<bool> {
-        let mut last = None;
+    /// Reads what the monitor has to say, if anything.
+    pub fn connection_change(&self) -> Option<ConnectionChange> {
+        let mut change: Option<ConnectionChange> = None;
         while let Ok(event) = self.monitor.recv_bytes(zmq::DONTWAIT) {
             // First frame: event number (16 bits) and value; second frame: address.
             while self.monitor.get_rcvmore().unwrap_or(false) && self.monitor.recv_bytes(zmq::DONTWAIT).is_ok() {}
             if let Some(number) = event.first_chunk::<2>() {
-                last = Some(u16::from_ne_bytes(*number) == SocketEvent::HANDSHAKE_SUCCEEDED.to_raw());
+                let is_connected = u16::from_ne_bytes(*number) == SocketEvent::HANDSHAKE_SUCCEEDED.to_raw();
+                let has_broken = !is_connected || change.is_some_and(|change| change.has_broken);
+                change = Some(ConnectionChange { is_connected, has_broken });
             }
         }
-        last
+        change
     }
+}
+
+/// What has become of a connection since the last look.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ConnectionChange {
+    /// The last word.
+    pub is_connected: bool,
+    /// Whether it was lost at any time, even if it is there again.
+    pub has_broken: bool,
 }
 
 /// A DEALER socket that has asked for every batch from `start` on. The engine answers when it next looks, which may take

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use infera_router::fleet::{DiscoveredWorker, WorkerState};
@@ -136,6 +136,9 @@ impl Publisher {
     }
 }
 
+/// Batches that a publisher can send again: sequence numbers and payloads, oldest first.
+pub type Buffer = Arc<Mutex<Vec<(u64, Vec<u8>)>>>;
+
 /// A replay socket as engines have it: a ROUTER that answers from its buffer and looks at requests only now and then.
 pub struct ReplayServer {
     pub endpoint: String,
@@ -146,6 +149,11 @@ pub struct ReplayServer {
 impl ReplayServer {
     /// `buffer`: sequence numbers and payloads, oldest first. `with_topic`: the newer form of the answers.
     pub fn start(context: &zmq::Context, buffer: Vec<(u64, Vec<u8>)>, with_topic: bool) -> Self {
+        Self::start_on(context, Arc::new(Mutex::new(buffer)), with_topic)
+    }
+
+    /// The same on a buffer that the test goes on changing.
+    pub fn start_on(context: &zmq::Context, buffer: Buffer, with_topic: bool) -> Self {
         let socket = context.socket(zmq::ROUTER).unwrap();
         socket.set_linger(0).unwrap();
         socket.bind("tcp://127.0.0.1:*").unwrap();
@@ -171,7 +179,8 @@ impl ReplayServer {
                     frames.extend([&sequence[..], payload]);
                     socket.send_multipart(&frames, 0).unwrap();
                 };
-                for (sequence, payload) in buffer.iter().filter(|(sequence, _)| *sequence >= start) {
+                let kept = buffer.lock().unwrap().clone();
+                for (sequence, payload) in kept.iter().filter(|(sequence, _)| *sequence >= start) {
                     answer(b"kv-events", *sequence, payload);
                 }
                 answer(b"", u64::MAX, b"");

@@ -292,7 +292,7 @@ impl Follower {
             ReplayStep::Apply => {}
         }
         self.apply(Some(number), payload);
-        if let Some(recovered) = self.sequence.finished() {
+        if let Some(recovered) = self.sequence.finished(self.now_ns) {
             self.recovered(recovered);
         }
     }
@@ -304,7 +304,8 @@ impl Follower {
         for batch in recovered.held {
             self.apply(Some(batch.sequence), &batch.payload);
         }
-        assert!(!self.sequence.is_recovering());
+        assert_eq!(self.sequence.is_recovering(), recovered.ask.is_some());
+        assert!(recovered.ask.is_none_or(|start| self.sequence.last().is_some_and(|last| start < last)));
     }
 
     /// The view against plain sets: never more credit than there are copies, all of it where no parent is missing.
@@ -376,7 +377,7 @@ pub fn state(data: &[u8]) -> u64 {
                 }
             }
             14 => {
-                if let Some(recovered) = follower.sequence.on_replay_end() {
+                if let Some(recovered) = follower.sequence.on_replay_end(follower.now_ns) {
                     follower.recovered(recovered);
                 }
             }
