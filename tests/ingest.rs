@@ -427,3 +427,114 @@ fn an_idle_core_does_not_turn() {
     std::thread::sleep(Duration::from_millis(300));
     assert!(ingest.stats.turns.get() - before <= 2, "turns without a reason");
 }
+
+/// A clear of one rank, in one message with the store that follows it, leaves the other ranks of the worker alone.
+#[test]
+fn a_clear_is_of_one_rank() {
+    let context = zmq::Context::new();
+    let (mut first, mut second) = loop {
+        let first = Publisher::new(&context);
+        let (host, port) = first.endpoint.rsplit_once(':').unwrap();
+        let next = format!("{host}:{}", port.parse::<u32>().unwrap() + 1);
+        if let Some(second) = Publisher::bind(&context, &next) {
+            break (first, second);
+        }
+    };
+    let ingest = start();
+    let mut ranked = worker("a:1", Some(&first.endpoint));
+    ranked.record.dp_size = Some(2);
+    ingest.fleet_updates.send(vec![ranked]);
+    (first, second) = (first.subscribed(), second.subscribed());
+    let (prompt, other) = (tokens(1, 4), tokens(900, 2));
+    for publisher in [&mut first, &mut second] {
+        publisher.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    }
+    wait_depth(&ingest, "a:1#dp0", &prompt, 4);
+    wait_depth(&ingest, "a:1#dp1", &prompt, 4);
+    first.send(&[Event::Clear, Event::Store { tokens: &other, from: 0 }]);
+    wait_depth(&ingest, "a:1#dp0", &other, 2);
+    assert_eq!((depth(&ingest, "a:1#dp0", &prompt), depth(&ingest, "a:1#dp1", &prompt)), (Some(0), Some(4)));
+    // What waits for its parent goes as well.
+    second.send(&[Event::Store { tokens: &tokens(2_000, 4), from: 2 }]);
+    wait_until("orphans", || status(&ingest, "a:1", 1, |status| status.orphans_waiting.get()) == 2);
+    second.send(&[Event::Clear]);
+    wait_until("none", || status(&ingest, "a:1", 1, |status| status.orphans_waiting.get()) == 0);
+}
+
+/// A relay between publisher and router that can fall silent as a host does that has lost its power: both connections stay
+/// open, and nothing passes.
+struct Relay {
+    endpoint: String,
+    is_silent: Arc<std::sync::atomic::AtomicBool>,
+}
+
+impl Relay {
+    fn to(publisher: &Publisher) -> Self {
+        use std::net::{TcpListener, TcpStream};
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("tcp://{}", listener.local_addr().unwrap());
+        let target = publisher.endpoint.strip_prefix("tcp://").unwrap().to_owned();
+        let is_silent = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let silence = is_silent.clone();
+        std::thread::spawn(move || {
+            for router in listener.incoming().map_while(Result::ok) {
+                // A connection that is made while the host is dead gets no answer either.
+                let Ok(engine) = TcpStream::connect(&target) else { continue };
+                for (from, to) in [(&router, &engine), (&engine, &router)] {
+                    let (from, to, silence) = (from.try_clone().unwrap(), to.try_clone().unwrap(), silence.clone());
+                    std::thread::spawn(move || pass_on(from, to, &silence));
+                }
+            }
+        });
+        Self { endpoint, is_silent }
+    }
+}
+
+fn pass_on(mut from: std::net::TcpStream, mut to: std::net::TcpStream, silence: &std::sync::atomic::AtomicBool) {
+    use std::io::{Read, Write};
+    let mut bytes = [0; 4096];
+    while let Ok(length @ 1..) = from.read(&mut bytes) {
+        if !silence.load(std::sync::atomic::Ordering::Relaxed) && to.write_all(&bytes[..length]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(std::net::Shutdown::Both);
+}
+
+/// The host of a publisher dies without a word: noticed by the heartbeat. No credit meanwhile, and the worker stays a target.
+/// When it is back, what the view missed is asked for.
+#[test]
+fn a_publisher_whose_host_died_is_noticed() {
+    use infera_router::index::Hits;
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    let mut publisher = Publisher::new(&context);
+    let server = ReplayServer::start(&context, send_with_losses(&publisher, &prompt, 0, &[]), true);
+    let relay = Relay::to(&publisher);
+    let ingest = start();
+    let mut record = worker("a:1", Some(&relay.endpoint));
+    record.record.kv_replay_endpoint = Some(server.endpoint.clone());
+    ingest.fleet_updates.send(vec![record]);
+    publisher = publisher.subscribed();
+    let credit = || {
+        let view = ingest.view.load_full();
+        let mut hits = Hits::new();
+        view.index.query(&prompt_blocks(&prompt, BLOCK_SIZE), &mut hits);
+        let target = &view.fleet.targets[0];
+        view.credit(target.slot, &hits, &hits, 0.0)
+    };
+    send_with_losses(&publisher, &prompt, 0, &[2, 3, 4]);
+    wait_until("credit", || credit() == 2);
+    relay.is_silent.store(true, std::sync::atomic::Ordering::Relaxed);
+    wait_until("noticed", || !status(&ingest, "a:1", 0, |status| status.is_connected()));
+    assert_eq!((credit(), depth(&ingest, "a:1", &prompt)), (0, Some(2)), "no credit, still a target, not forgotten");
+    // Said into the void.
+    send_with_losses(&publisher, &prompt, 2, &[4]);
+    relay.is_silent.store(false, std::sync::atomic::Ordering::Relaxed);
+    wait_until("connected again", || status(&ingest, "a:1", 0, |status| status.is_connected()));
+    publisher = publisher.subscribed();
+    send_with_losses(&publisher, &prompt, 4, &[]);
+    wait_until("all of it", || credit() == 5);
+    drop(ingest);
+    assert_eq!(server.stop(), [0], "a gap behind a broken connection: from the beginning");
+}

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::doorbell::Inbox;
+use super::publication::Publication;
 use super::rank::RankState;
 use super::registry::Registry;
 use super::socket::{Contexts, Subscription, rank_endpoint, receive};
@@ -23,7 +24,7 @@ pub(super) struct Core {
     config: IngestConfig,
     inbox: Arc<Inbox>,
     stats: Arc<IngestStats>,
-    view: SharedView,
+    publication: Publication<View>,
     contexts: Contexts,
     registry: Registry,
     ledger: Ledger,
@@ -36,8 +37,6 @@ pub(super) struct Core {
     /// The fleet, or a block size that it shows, has changed since the last publication.
     is_fleet_changed: bool,
     published_at: Option<Instant>,
-    /// Former views that some shard may still read.
-    retired: Vec<Arc<View>>,
     frames: Vec<zmq::Message>,
     /// Slots whose lost batches have been asked for.
     recovering: Vec<usize>,
@@ -57,7 +56,7 @@ impl Core {
             config,
             inbox,
             stats,
-            view,
+            publication: Publication::new(view),
             contexts: Contexts::default(),
             registry: Registry::default(),
             ledger: Ledger::default(),
@@ -68,7 +67,6 @@ impl Core {
             statuses: Arc::new([]),
             is_fleet_changed: false,
             published_at: None,
-            retired: Vec::new(),
             frames: Vec::new(),
             recovering: Vec::new(),
         }
@@ -469,11 +467,9 @@ impl Core {
             version: self.stats.publications.get(),
             ranks: self.statuses.clone(),
         };
-        self.retired.push(self.view.swap(Arc::new(view)));
+        let retired = self.publication.publish(Arc::new(view));
         self.published_at = Some(Instant::now());
-        // Once out of the cell, only counts that exist can go up: a view that is ours alone stays so. Freed here, never on a shard.
-        self.retired.retain(|view| Arc::strong_count(view) > 1);
-        self.stats.views_retired.set(self.retired.len() as u64);
+        self.stats.views_retired.set(retired as u64);
         self.stats.index_blocks.set(self.tree.block_count() as u64);
         self.stats.index_runs.set(self.tree.run_count() as u64);
     }

@@ -227,7 +227,10 @@ mod tests {
         let ranks: Vec<_> = (0..2)
             .map(|rank| Some(Arc::new(RankStatus::new("a:1".into(), generation, rank, Slot(rank), None))))
             .collect();
-        ranks.iter().flatten().for_each(|rank| rank.connected.store(true, Ordering::Relaxed));
+        ranks.iter().flatten().for_each(|rank| {
+            rank.connected.store(true, Ordering::Relaxed);
+            rank.orphans_waiting.set(1);
+        });
         let fleet = Fleet { workers: vec![Arc::new(worker)], ..Fleet::default() };
         View { fleet: Arc::new(fleet), ranks: ranks.into(), ..View::default() }
     }

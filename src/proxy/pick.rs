@@ -124,7 +124,7 @@ fn fill(
         // Beside an image the text's blocks say nothing: the placeholder is the same whatever the image.
         let blocks = wish.prompts.blocks_for(target).filter(|_| !facts.is_multimodal);
         // Targets with the same rules and block size share one query.
-        if let Some(blocks) = blocks
+        if let Some(blocks) = blocks.and_then(|_| wish.prompts.reusable_for(target))
             && queried != Some(blocks.as_ptr())
         {
             view.index.query(blocks, hits);

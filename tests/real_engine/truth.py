@@ -41,7 +41,6 @@ AGREE_AT_LEAST = 0.99
 
 # Classes of requests. All but the last are explained.
 EQUAL = "equal"
-LAST_TOKEN = "whole prompt cached: the engine computes its last token anew, and with it the last block"
 CHANGED = "the engine's cache changed between the pick and the engine's own look-up"
 LATE = "an event that the engine had published was not in the router's view yet"
 UNEXPLAINED = "UNEXPLAINED"
@@ -224,14 +223,22 @@ def run(arguments, engines, router):
     results, lock = [], threading.Lock()
 
     def one(chat, number):
-        messages = chat.next_turn()
-        body = {"model": "toy", "messages": messages, "max_tokens": source.randint(4, 40), "temperature": 0}
+        body = {"model": "toy", "max_tokens": source.randint(4, 40), "temperature": 0}
         if number % 4 == 3:
             body["ignore_eos"] = True
+        if number % 12 == 11:
+            # Ready token ids that end with a block, one of three lists: mostly a repeat of what is cached as a whole.
+            first = 1000 + 500 * (number // 12 % 3)
+            path, body["prompt"] = "/v1/completions", list(range(first, first + 4 * BLOCK))
+        elif number % 12 == 5 and len(chat.messages) > 2:
+            # The last turn once more.
+            path, body["messages"] = "/v1/chat/completions", chat.messages[:-1]
+        else:
+            path, body["messages"] = "/v1/chat/completions", chat.next_turn()
         # The next request is not sent before this one's pick is in the log, so that lines and requests pair up; how many
         # are in the engines at once is another matter.
         with lock:
-            sent = pool.submit(call, router.url + "/v1/chat/completions", body)
+            sent = pool.submit(call, router.url + path, body)
             found = []
             deadline = time.monotonic() + 30
             while not found:
@@ -242,11 +249,14 @@ def run(arguments, engines, router):
             (pick,) = found
         answer = sent.result()
         finished = time.time()
-        text = answer["choices"][0]["message"]["content"] or ""
-        chat.messages.append({"role": "assistant", "content": text})
         usage = answer["usage"]
         engine = next(engine for engine in engines if str(engine.port) in pick["picked"])
-        ids = call(engine.url + "/tokenize", {"model": "toy", "messages": messages})["tokens"]
+        ids = body.get("prompt")
+        if ids is None:
+            asked = {"model": "toy", "messages": body["messages"]}
+            ids = call(engine.url + "/tokenize", asked)["tokens"]
+            text = answer["choices"][0]["message"]["content"] or ""
+            chat.messages = [*body["messages"], {"role": "assistant", "content": text}]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         results.append(
             {
@@ -297,18 +307,16 @@ def run(arguments, engines, router):
 def classify(result):
     if result["predicted"] == result["cached"]:
         return EQUAL
-    blocks, rest = divmod(len(result["ids"]), BLOCK)
-    if rest == 0 and result["predicted"] == blocks * BLOCK and result["cached"] == (blocks - 1) * BLOCK:
-        return LAST_TOKEN
     steps = result["engine"].history.depths(result["ids"])
     at_pick = bisect.bisect_right([stamp for stamp, _ in steps], result["picked_at"]) - 1
     limit = (len(result["ids"]) - 1) // BLOCK
 
     def tokens(step):
+        # The last token is always computed anew, and with it its block.
         return min(steps[step][1], limit) * BLOCK
 
-    if result["predicted"] != steps[at_pick][1] * BLOCK:
-        if any(steps[step][1] * BLOCK == result["predicted"] for step in range(max(0, at_pick - 3), at_pick)):
+    if result["predicted"] != tokens(at_pick):
+        if any(tokens(step) == result["predicted"] for step in range(max(0, at_pick - 3), at_pick)):
             return LATE
         return UNEXPLAINED
     later = [step for step in range(at_pick, len(steps)) if steps[step][0] <= result["finished_at"]]
@@ -335,7 +343,7 @@ def report(arguments, results, engines, router):
     wrong_blocks = [
         result["number"]
         for result in results
-        if result["request_blocks"] not in (0, len(result["ids"]) // BLOCK)
+        if result["request_blocks"] != len(result["ids"]) // BLOCK
     ]
     removed = [
         sum(len(event["block_hashes"]) for _, events in engine.history.batches for event in events if event["type"] == "BlockRemoved")
@@ -351,6 +359,7 @@ def report(arguments, results, engines, router):
         "cached_tokens": sum(result["cached"] for result in results),
         "predicted_tokens": sum(result["predicted"] for result in results),
         "prompt_tokens": sum(result["prompt_tokens"] for result in results),
+        "whole_prompt_cached": sum(result["cached"] // BLOCK == (len(result["ids"]) - 1) // BLOCK for result in results),
         "requests_by_engine": [sum(result["engine"] is engine for result in results) for engine in engines],
         "blocks_evicted_by_engine": removed,
         "recorded_without_gap": all(engine.history.is_complete for engine in engines),
