@@ -536,5 +536,33 @@ fn a_publisher_whose_host_died_is_noticed() {
     send_with_losses(&publisher, &prompt, 4, &[]);
     wait_until("all of it", || credit() == 5);
     drop(ingest);
-    assert_eq!(server.stop(), [0], "a gap behind a broken connection: from the beginning");
+    assert_eq!(server.stop(), [1], "the gap, and the last batch before it as the proof that it is the same publisher");
+}
+
+/// The engine restarts while the router is away, and is past the former one's number by the time of the reconnection: what
+/// looks like a gap is none, and nothing of the former life stays.
+#[test]
+fn a_new_life_past_the_former_ones_number_is_told_apart() {
+    let context = zmq::Context::new();
+    let (old, new) = (tokens(1, 5), tokens(1_000, 5));
+    let mut publisher = Publisher::new(&context);
+    let buffer = Buffer::default();
+    let server = ReplayServer::start_on(&context, buffer.clone(), true);
+    let ingest = start();
+    let mut record = worker("a:1", Some(&publisher.endpoint));
+    record.record.kv_replay_endpoint = Some(server.endpoint.clone());
+    ingest.fleet_updates.send(vec![record]);
+    publisher = publisher.subscribed();
+    send_with_losses(&publisher, &old, 0, &[2, 3, 4]);
+    wait_depth(&ingest, "a:1", &old, 2);
+    let endpoint = publisher.endpoint.clone();
+    drop(publisher);
+    wait_until("noticed", || !status(&ingest, "a:1", 0, |status| status.is_connected()));
+    publisher = Publisher::rebind(&context, &endpoint).subscribed();
+    *buffer.lock().unwrap() = send_with_losses(&publisher, &new, 4, &[4]);
+    send_with_losses(&publisher, &new, 4, &[]);
+    wait_depth(&ingest, "a:1", &new, 5);
+    assert_eq!(depth(&ingest, "a:1", &old), Some(0));
+    drop(ingest);
+    assert_eq!(server.stop(), [1, 0]);
 }

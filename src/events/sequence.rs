@@ -44,6 +44,8 @@ pub enum ReplayStep {
         lost: u64,
     },
     Ignore,
+    /// The publisher is not the one that the view came from: forget the view, and ask for everything from 0 on.
+    BeginAnew,
 }
 
 /// A batch that was held back while a replay ran.
@@ -67,6 +69,8 @@ struct Recovery {
     /// Next sequence number wanted from the replay; `end` is the first that is held.
     next: u64,
     end: u64,
+    /// The batch `next` was heard before, with this digest: the replay has to give the same one, or it is of another life.
+    proof: Option<u64>,
     /// In order; may have gaps of their own, which are filled one after the other.
     held: VecDeque<HeldBatch>,
     held_bytes: usize,
@@ -80,14 +84,14 @@ pub struct Sequence {
     /// Newest last: sequence number, and the digest of its payload unless it was lost.
     recent: VecDeque<(u64, Option<u64>)>,
     recovery: Option<Recovery>,
-    /// The connection broke since the last batch: what comes next may be another publisher's.
-    is_doubtful: bool,
+    /// Batches that may still come before the effects of a broken connection: then it may be another publisher that speaks.
+    doubtful: usize,
 }
 
 impl Sequence {
     /// `can_replay`: whether a replay socket of this publisher is known.
     pub fn new(can_replay: bool) -> Self {
-        Self { can_replay, next: None, recent: VecDeque::with_capacity(RECENT), recovery: None, is_doubtful: false }
+        Self { can_replay, next: None, recent: VecDeque::with_capacity(RECENT), recovery: None, doubtful: 0 }
     }
 
     /// Last sequence number that was accepted.
@@ -101,10 +105,11 @@ impl Sequence {
     }
 
     /// The connection to the publisher broke. A restarted one may already be past the number that the former one had reached,
-    /// and then its first batch looks like a gap; so a gap behind a break counts as a new life. What stays possible is that
-    /// a new life is at exactly the next number: its batches are then taken for the former one's.
+    /// and then its first batch looks like a gap. So the replay of a gap behind a break begins with the last batch that was
+    /// heard, as the proof that it is of the same life. Batches of the former connection may still be waiting to be read, so
+    /// the doubt outlasts some. What stays possible is that a new life is first heard at exactly the next number.
     pub fn on_disconnect(&mut self) {
-        self.is_doubtful = true;
+        self.doubtful = RECENT;
     }
 
     pub fn is_recovering(&self) -> bool {
@@ -121,22 +126,24 @@ impl Sequence {
         // The all-ones number ends replays and cannot be a batch's own.
         let Some(sequence) = sequence.filter(|sequence| *sequence != u64::MAX) else { return Step::Apply };
         let digest = xxh3_64(payload);
-        let is_doubtful = std::mem::take(&mut self.is_doubtful);
         let Some(next) = self.next else {
             // Joined mid-stream: what came before is not known, but nothing known is wrong either.
             self.accept(sequence, digest);
             if sequence > 0 && self.can_replay {
-                return self.start_recovery(0, sequence, false, payload, now_ns);
+                return self.start_recovery(0, sequence, None, payload, now_ns);
             }
             return Step::Apply;
         };
         if sequence < next {
-            return self.on_older(sequence, payload, digest, is_doubtful, now_ns);
+            return self.on_older(sequence, payload, digest, now_ns);
         }
         let lost = sequence - next;
-        if lost > 0 && is_doubtful && self.can_replay {
+        let doubtful = self.doubtful;
+        self.doubtful = if lost > 0 { 0 } else { doubtful.saturating_sub(1) };
+        if lost > 0 && doubtful > 0 && self.recovery.is_some() {
             return self.begin_anew(sequence, payload, digest, now_ns);
         }
+        let proof = self.recent.back().and_then(|(_, digest)| *digest).filter(|_| doubtful > 0);
         if lost > 0 {
             self.remember_lost(next, sequence);
         }
@@ -145,16 +152,19 @@ impl Sequence {
             (0, false) => Step::Apply,
             // A further gap while the first is being filled has its turn when that is done.
             (_, true) => self.hold(sequence, payload),
-            (_, false) if self.can_replay => self.start_recovery(next, sequence, false, payload, now_ns),
+            (_, false) if self.can_replay => {
+                let start = if proof.is_some() { next - 1 } else { next };
+                self.start_recovery(start, sequence, proof, payload, now_ns)
+            }
             (_, false) => Step::ResetAndApply { lost },
         }
     }
 
     /// A batch that should have come earlier. Over one connection messages keep their order, so an old number
     /// is a repeat (same bytes), a straggler that was already given up, or the first words of a new publisher.
-    fn on_older(&mut self, sequence: u64, payload: &[u8], digest: u64, is_doubtful: bool, now_ns: u64) -> Step {
+    fn on_older(&mut self, sequence: u64, payload: &[u8], digest: u64, now_ns: u64) -> Step {
         match self.recent.iter().rev().find(|(known, _)| *known == sequence) {
-            Some((_, None)) if !is_doubtful => Step::Drop,
+            Some((_, None)) if self.doubtful == 0 => Step::Drop,
             Some((_, Some(known))) if *known == digest => Step::Drop,
             _ => self.begin_anew(sequence, payload, digest, now_ns),
         }
@@ -166,21 +176,25 @@ impl Sequence {
         self.recovery = None;
         self.accept(sequence, digest);
         if sequence > 0 && self.can_replay {
-            return self.start_recovery(0, sequence, true, payload, now_ns);
+            return match self.start_recovery(0, sequence, None, payload, now_ns) {
+                Step::AskReplay { start, end, .. } => Step::AskReplay { start, end, reset: true },
+                step => step,
+            };
         }
         Step::ResetAndApply { lost: 0 }
     }
 
-    fn start_recovery(&mut self, start: u64, end: u64, reset: bool, payload: &[u8], now_ns: u64) -> Step {
+    fn start_recovery(&mut self, start: u64, end: u64, proof: Option<u64>, payload: &[u8], now_ns: u64) -> Step {
         self.recovery = Some(Recovery {
             next: start,
             end,
+            proof,
             held: VecDeque::new(),
             held_bytes: 0,
             deadline_ns: now_ns + REPLAY_PATIENCE_NS,
         });
         match self.hold(end, payload) {
-            Step::Held => Step::AskReplay { start, end, reset },
+            Step::Held => Step::AskReplay { start, end, reset: false },
             step => step,
         }
     }
@@ -199,15 +213,28 @@ impl Sequence {
     }
 
     /// A replayed batch has arrived. When it says apply, apply it and then ask [`Sequence::finished`].
-    pub fn on_replay(&mut self, sequence: u64, now_ns: u64) -> ReplayStep {
+    pub fn on_replay(&mut self, sequence: u64, payload: &[u8], now_ns: u64) -> ReplayStep {
         let Some(recovery) = self.recovery.as_mut() else { return ReplayStep::Ignore };
         if sequence < recovery.next || sequence >= recovery.end {
             return ReplayStep::Ignore;
         }
-        let lost = sequence - recovery.next;
-        recovery.next = sequence + 1;
         recovery.deadline_ns = now_ns + REPLAY_PATIENCE_NS;
-        if lost == 0 { ReplayStep::Apply } else { ReplayStep::ResetAndApply { lost } }
+        let proof = recovery.proof.take();
+        let lost = sequence - recovery.next;
+        if let Some(known) = proof.filter(|_| lost == 0) {
+            if xxh3_64(payload) == known {
+                recovery.next += 1;
+                return ReplayStep::Ignore;
+            }
+            recovery.next = 0;
+            return ReplayStep::BeginAnew;
+        }
+        recovery.next = sequence + 1;
+        match lost {
+            0 => ReplayStep::Apply,
+            // The proof itself was not lost; that it is no longer there leaves the life unknown.
+            _ => ReplayStep::ResetAndApply { lost: lost - u64::from(proof.is_some()) },
+        }
     }
 
     /// Ends the recovery of a gap once every missing batch has come.
@@ -219,7 +246,7 @@ impl Sequence {
     /// The engine has said that its replay is over, whether or not everything came.
     pub fn on_replay_end(&mut self, now_ns: u64) -> Option<Recovered> {
         let recovery = self.recovery.as_mut()?;
-        let lost = recovery.end - recovery.next;
+        let lost = recovery.end - recovery.next - u64::from(recovery.proof.take().is_some());
         let mut held = Vec::new();
         recovery.next = recovery.end;
         while recovery.held.front().is_some_and(|batch| batch.sequence == recovery.next)
@@ -313,14 +340,14 @@ mod tests {
         }
         assert_eq!(live(&mut state, 5, "a"), Step::AskReplay { start: 3, end: 5, reset: false });
         assert_eq!(live(&mut state, 6, "a"), Step::Held);
-        assert_eq!(state.on_replay(3, 0), ReplayStep::Apply);
+        assert_eq!(state.on_replay(3, b"a3", 0), ReplayStep::Apply);
         assert_eq!(state.finished(0), None);
-        assert_eq!(state.on_replay(3, 0), ReplayStep::Ignore);
-        assert_eq!(state.on_replay(4, 0), ReplayStep::Apply);
+        assert_eq!(state.on_replay(3, b"a3", 0), ReplayStep::Ignore);
+        assert_eq!(state.on_replay(4, b"a4", 0), ReplayStep::Apply);
         let recovered = state.finished(0).expect("all there");
         assert_eq!(recovered.lost, 0);
         assert_eq!(recovered.held.iter().map(|held| held.sequence).collect::<Vec<_>>(), [5, 6]);
-        assert_eq!(state.on_replay(5, 0), ReplayStep::Ignore);
+        assert_eq!(state.on_replay(5, b"a5", 0), ReplayStep::Ignore);
         assert_eq!(state.on_replay_end(0), None);
         assert_eq!(live(&mut state, 7, "a"), Step::Apply);
     }
@@ -330,7 +357,7 @@ mod tests {
         let mut state = Sequence::new(true);
         assert_eq!(live(&mut state, 0, "a"), Step::Apply);
         assert_eq!(live(&mut state, 9, "a"), Step::AskReplay { start: 1, end: 9, reset: false });
-        assert_eq!(state.on_replay(7, 0), ReplayStep::ResetAndApply { lost: 6 });
+        assert_eq!(state.on_replay(7, b"a7", 0), ReplayStep::ResetAndApply { lost: 6 });
         assert_eq!(state.on_replay_end(0).map(|recovered| recovered.lost), Some(1));
 
         let mut state = Sequence::new(true);
@@ -373,23 +400,42 @@ mod tests {
     /// a gap must not be filled into the old view.
     #[test]
     fn a_gap_behind_a_broken_connection_is_a_new_life() {
-        let mut state = Sequence::new(true);
-        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
-        state.on_disconnect();
-        assert_eq!(live(&mut state, 7, "b"), Step::AskReplay { start: 0, end: 7, reset: true });
-        assert_eq!(live(&mut state, 9, "b"), Step::Held, "an ordinary gap again");
+        let broken = || {
+            let mut state = Sequence::new(true);
+            assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+            assert_eq!(live(&mut state, 1, "a"), Step::Apply);
+            state.on_disconnect();
+            state
+        };
+        let mut state = broken();
+        assert_eq!(live(&mut state, 4, "b"), Step::AskReplay { start: 1, end: 4, reset: false });
+        assert_eq!(state.on_replay(1, b"b1", 0), ReplayStep::BeginAnew);
+        for sequence in 0..4 {
+            assert_eq!(state.on_replay(sequence, b"b", 0), ReplayStep::Apply);
+        }
+        assert_eq!(state.finished(0).map(|recovered| (recovered.lost, recovered.held.len())), Some((0, 1)));
+        // The same publisher over a new connection: exactly the gap. What was on its way before the break is no proof.
+        let mut state = broken();
+        assert_eq!(live(&mut state, 2, "a"), Step::Apply);
+        assert_eq!(live(&mut state, 4, "a"), Step::AskReplay { start: 2, end: 4, reset: false });
+        assert_eq!(state.on_replay(2, b"a2", 0), ReplayStep::Ignore);
+        assert_eq!(state.on_replay(3, b"a3", 0), ReplayStep::Apply);
+        assert_eq!(state.finished(0).map(|recovered| recovered.lost), Some(0));
+        assert_eq!(live(&mut state, 6, "a"), Step::AskReplay { start: 5, end: 6, reset: false }, "no doubt any more");
+        // No answer: what is lost is the gap, not the proof.
+        let mut state = broken();
+        assert_eq!(live(&mut state, 4, "a"), Step::AskReplay { start: 1, end: 4, reset: false });
+        assert_eq!(state.on_deadline(REPLAY_PATIENCE_NS).map(|recovered| recovered.lost), Some(2));
+        // The engine no longer has the proof: whose the gap is cannot be known.
+        let mut state = broken();
+        assert_eq!(live(&mut state, 4, "a"), Step::AskReplay { start: 1, end: 4, reset: false });
+        assert_eq!(state.on_replay(2, b"a2", 0), ReplayStep::ResetAndApply { lost: 0 });
         // Its first batch has the number of one that was lost.
         let mut state = Sequence::new(false);
         assert_eq!(live(&mut state, 0, "a"), Step::Apply);
         assert_eq!(live(&mut state, 4, "a"), Step::ResetAndApply { lost: 3 });
         state.on_disconnect();
         assert_eq!(live(&mut state, 2, "b"), Step::ResetAndApply { lost: 0 });
-        // The same publisher over a new connection, without a loss.
-        let mut state = Sequence::new(true);
-        assert_eq!(live(&mut state, 0, "a"), Step::Apply);
-        state.on_disconnect();
-        assert_eq!(live(&mut state, 1, "a"), Step::Apply);
-        assert_eq!(live(&mut state, 3, "a"), Step::AskReplay { start: 2, end: 3, reset: false });
     }
 
     /// Lost are 1, then 3 and 4 while the first replay runs: each gap is asked for in its turn, and each batch applied once.
@@ -400,13 +446,13 @@ mod tests {
         assert_eq!(live(&mut state, 2, "a"), Step::AskReplay { start: 1, end: 2, reset: false });
         assert_eq!(live(&mut state, 5, "a"), Step::Held);
         assert_eq!(live(&mut state, 6, "a"), Step::Held);
-        assert_eq!(state.on_replay(1, 0), ReplayStep::Apply);
+        assert_eq!(state.on_replay(1, b"a1", 0), ReplayStep::Apply);
         let numbers = |recovered: &Recovered| recovered.held.iter().map(|held| held.sequence).collect::<Vec<_>>();
         let first = state.finished(7).expect("the first gap is filled");
         assert_eq!((first.lost, numbers(&first), first.ask), (0, vec![2], Some(3)));
         assert_eq!(state.deadline_ns(), Some(7 + REPLAY_PATIENCE_NS));
         assert_eq!(live(&mut state, 3, "a"), Step::Drop, "a straggler; its replay is on the way");
-        assert_eq!(state.on_replay(4, 8), ReplayStep::ResetAndApply { lost: 1 }, "3 is no longer there");
+        assert_eq!(state.on_replay(4, b"a4", 8), ReplayStep::ResetAndApply { lost: 1 }, "3 is no longer there");
         let second = state.finished(9).expect("what there was has come");
         assert_eq!((second.lost, numbers(&second), second.ask), (0, vec![5, 6], None));
         assert_eq!(live(&mut state, 7, "a"), Step::Apply);

@@ -233,13 +233,18 @@ impl Core {
                 }
             }
             Ok(frame::Replay::Batch { sequence, payload }) => {
-                let step = rank.sequence.on_replay(sequence, now_ns);
-                if step == ReplayStep::Ignore {
-                    return;
+                match rank.sequence.on_replay(sequence, payload, now_ns) {
+                    ReplayStep::Ignore => return,
+                    ReplayStep::BeginAnew => {
+                        self.reset(slot, 0);
+                        self.ask_replay(slot, 0);
+                        return;
+                    }
+                    ReplayStep::ResetAndApply { lost } => self.reset(slot, lost),
+                    ReplayStep::Apply => {}
                 }
-                rank.status.batches_replayed.add(1);
-                if let ReplayStep::ResetAndApply { lost } = step {
-                    self.reset(slot, lost);
+                if let Some(rank) = self.ranks[slot].as_ref() {
+                    rank.status.batches_replayed.add(1);
                 }
                 self.apply(slot, payload);
                 let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished(now_ns));

@@ -283,12 +283,13 @@ impl Follower {
     }
 
     fn replayed(&mut self, number: u64, payload: &[u8]) {
-        match self.sequence.on_replay(number, self.now_ns) {
+        match self.sequence.on_replay(number, payload, self.now_ns) {
             ReplayStep::Ignore => return,
-            ReplayStep::ResetAndApply { lost } => {
-                assert!(lost > 0);
+            ReplayStep::BeginAnew => {
                 self.reset();
+                return;
             }
+            ReplayStep::ResetAndApply { .. } => self.reset(),
             ReplayStep::Apply => {}
         }
         self.apply(Some(number), payload);
@@ -361,7 +362,10 @@ pub fn state(data: &[u8]) -> u64 {
                 }
             }
             8 => {
-                // A new life.
+                // A new life, over a new connection or not.
+                if b & 1 == 1 {
+                    follower.sequence.on_disconnect();
+                }
                 said.clear();
                 next = u64::from(a % 4);
             }
