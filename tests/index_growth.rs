@@ -1,6 +1,6 @@
 //! A million conversations under one system prompt come and go: strands, blocks and resident memory are where they were.
 //! Alone in its process, because it reads the process's own memory.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use infera_router::events::{CopyKey, EngineHash, Event, Medium, Stored};
 use infera_router::hash::prompt_blocks;

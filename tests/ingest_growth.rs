@@ -1,6 +1,6 @@
 //! Publishers that restart and workers that come and go leave no descriptor, thread, block or run behind. Alone in its
 //! process, because it counts the process's own descriptors and threads.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod kv_publisher;
 

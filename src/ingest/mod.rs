@@ -4,6 +4,8 @@
 mod core;
 mod doorbell;
 mod publication;
+#[cfg(test)]
+mod publication_tests;
 mod rank;
 mod registry;
 pub mod self_heal;

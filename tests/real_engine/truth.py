@@ -304,17 +304,28 @@ def run(arguments, engines, router):
     return sorted(results, key=lambda result: result["number"])
 
 
+def recorded(result):
+    """Tokens of the prompt that the engine's own events allow at each step, and the step of the pick."""
+    steps = result["engine"].history.depths(result["ids"])
+    at_pick = bisect.bisect_right([stamp for stamp, _ in steps], result["picked_at"]) - 1
+    # The last token is always computed anew, and with it its block.
+    limit = (len(result["ids"]) - 1) // BLOCK
+    return steps, at_pick, lambda step: min(steps[step][1], limit) * BLOCK
+
+
+def agrees_with_record(result):
+    _, at_pick, tokens = recorded(result)
+    return tokens(at_pick) == result["predicted"]
+
+
+def is_whole(result):
+    return result["cached"] // BLOCK == (len(result["ids"]) - 1) // BLOCK
+
+
 def classify(result):
     if result["predicted"] == result["cached"]:
         return EQUAL
-    steps = result["engine"].history.depths(result["ids"])
-    at_pick = bisect.bisect_right([stamp for stamp, _ in steps], result["picked_at"]) - 1
-    limit = (len(result["ids"]) - 1) // BLOCK
-
-    def tokens(step):
-        # The last token is always computed anew, and with it its block.
-        return min(steps[step][1], limit) * BLOCK
-
+    steps, at_pick, tokens = recorded(result)
     if result["predicted"] != tokens(at_pick):
         if any(tokens(step) == result["predicted"] for step in range(max(0, at_pick - 3), at_pick)):
             return LATE
@@ -346,7 +357,12 @@ def report(arguments, results, engines, router):
         if result["request_blocks"] != len(result["ids"]) // BLOCK
     ]
     removed = [
-        sum(len(event["block_hashes"]) for _, events in engine.history.batches for event in events if event["type"] == "BlockRemoved")
+        sum(
+            len(event["block_hashes"])
+            for _, events in engine.history.batches
+            for event in events
+            if event["type"] == "BlockRemoved"
+        )
         for engine in engines
     ]
     agreement = classes[EQUAL] / len(results)
@@ -359,7 +375,8 @@ def report(arguments, results, engines, router):
         "cached_tokens": sum(result["cached"] for result in results),
         "predicted_tokens": sum(result["predicted"] for result in results),
         "prompt_tokens": sum(result["prompt_tokens"] for result in results),
-        "whole_prompt_cached": sum(result["cached"] // BLOCK == (len(result["ids"]) - 1) // BLOCK for result in results),
+        "record_agrees_at_the_pick": sum(map(agrees_with_record, results)),
+        "whole_prompt_cached": sum(map(is_whole, results)),
         "requests_by_engine": [sum(result["engine"] is engine for result in results) for engine in engines],
         "blocks_evicted_by_engine": removed,
         "recorded_without_gap": all(engine.history.is_complete for engine in engines),
