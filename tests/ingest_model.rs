@@ -258,6 +258,7 @@ fn run(seed: u64, replay: Replay) {
     record.record.kv_replay_endpoint = server.as_ref().map(|server| server.endpoint.clone());
     ingest.fleet_updates.send(vec![record]);
     let publisher = publisher.subscribed();
+    server.iter().for_each(|server| server.wait_answered(1));
     let prompts = Prompts::new(&mut random);
     let (truth, said) = (Cache::default(), Vec::new());
     let mut scene = Scene {

@@ -60,15 +60,20 @@ pub struct HeldBatch {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Recovered {
     pub lost: u64,
+    /// The publisher is not the one that the view came from: to be forgotten first, as after a loss.
+    pub is_new_life: bool,
     pub held: Vec<HeldBatch>,
     pub ask: Option<u64>,
 }
 
 #[derive(Debug)]
 struct Recovery {
-    /// Next sequence number wanted from the replay; `end` is the first that is held.
+    /// Next sequence number wanted from the replay.
     next: u64,
-    end: u64,
+    /// The first that is held; absent as long as none is, after a connection was made.
+    end: Option<u64>,
+    /// Asked for on connection, before `end` was known: the answer may stop short of it without anything being lost.
+    was_open: bool,
     /// The batch `next` was heard before, with this digest: the replay has to give the same one, or it is of another life.
     proof: Option<u64>,
     /// In order; may have gaps of their own, which are filled one after the other.
@@ -112,6 +117,28 @@ impl Sequence {
         self.doubtful = RECENT;
     }
 
+    /// A connection to the publisher was made. Gives the number from which on its replay is to be asked for: what was said
+    /// before a late router came, or while the connection was broken, is not waited for until the next live batch. With a view
+    /// there already, that begins with the last batch heard, as the proof that the publisher is the same.
+    pub fn on_connect(&mut self, now_ns: u64) -> Option<u64> {
+        if !self.can_replay || self.recovery.is_some() {
+            return None;
+        }
+        let proof = self.next.and(self.recent.back()).and_then(|(_, digest)| *digest);
+        let next = self.next.map_or(0, |next| next - u64::from(proof.is_some()));
+        self.doubtful = 0;
+        self.recovery = Some(Recovery {
+            next,
+            end: None,
+            was_open: true,
+            proof,
+            held: VecDeque::new(),
+            held_bytes: 0,
+            deadline_ns: now_ns + REPLAY_PATIENCE_NS,
+        });
+        Some(next)
+    }
+
     pub fn is_recovering(&self) -> bool {
         self.recovery.is_some()
     }
@@ -126,7 +153,11 @@ impl Sequence {
         // The all-ones number ends replays and cannot be a batch's own.
         let Some(sequence) = sequence.filter(|sequence| *sequence != u64::MAX) else { return Step::Apply };
         let digest = xxh3_64(payload);
+        let is_open = self.recovery.as_ref().is_some_and(|recovery| recovery.end.is_none());
         let Some(next) = self.next else {
+            if is_open {
+                return self.on_live_while_open(sequence, 0, payload, digest);
+            }
             // Joined mid-stream: what came before is not known, but nothing known is wrong either.
             self.accept(sequence, digest);
             if sequence > 0 && self.can_replay {
@@ -136,6 +167,9 @@ impl Sequence {
         };
         if sequence < next {
             return self.on_older(sequence, payload, digest, now_ns);
+        }
+        if is_open {
+            return self.on_live_while_open(sequence, next, payload, digest);
         }
         let lost = sequence - next;
         let doubtful = self.doubtful;
@@ -158,6 +192,22 @@ impl Sequence {
             }
             (_, false) => Step::ResetAndApply { lost },
         }
+    }
+
+    /// While the replay that was asked for on connection runs, the view grows by both: `wanted` is the next batch either way.
+    fn on_live_while_open(&mut self, sequence: u64, wanted: u64, payload: &[u8], digest: u64) -> Step {
+        let Some(recovery) = self.recovery.as_mut() else { return Step::Apply };
+        if recovery.proof.is_none() && sequence == wanted {
+            recovery.next = sequence + 1;
+            self.accept(sequence, digest);
+            return Step::Apply;
+        }
+        recovery.end = Some(sequence);
+        if self.next.is_some() {
+            self.remember_lost(wanted, sequence);
+        }
+        self.accept(sequence, digest);
+        self.hold(sequence, payload)
     }
 
     /// A batch that should have come earlier. Over one connection messages keep their order, so an old number
@@ -187,7 +237,8 @@ impl Sequence {
     fn start_recovery(&mut self, start: u64, end: u64, proof: Option<u64>, payload: &[u8], now_ns: u64) -> Step {
         self.recovery = Some(Recovery {
             next: start,
-            end,
+            end: Some(end),
+            was_open: false,
             proof,
             held: VecDeque::new(),
             held_bytes: 0,
@@ -212,24 +263,33 @@ impl Sequence {
         Step::Held
     }
 
-    /// A replayed batch has arrived. When it says apply, apply it and then ask [`Sequence::finished`].
+    /// A replayed batch has arrived. When it says apply, apply it; then, whatever it said, ask [`Sequence::finished`].
     pub fn on_replay(&mut self, sequence: u64, payload: &[u8], now_ns: u64) -> ReplayStep {
         let Some(recovery) = self.recovery.as_mut() else { return ReplayStep::Ignore };
-        if sequence < recovery.next || sequence >= recovery.end {
+        if sequence < recovery.next || recovery.end.is_some_and(|end| sequence >= end) || sequence == u64::MAX {
             return ReplayStep::Ignore;
         }
         recovery.deadline_ns = now_ns + REPLAY_PATIENCE_NS;
+        let digest = xxh3_64(payload);
+        let is_open = recovery.end.is_none();
         let proof = recovery.proof.take();
         let lost = sequence - recovery.next;
         if let Some(known) = proof.filter(|_| lost == 0) {
-            if xxh3_64(payload) == known {
+            if digest == known {
                 recovery.next += 1;
                 return ReplayStep::Ignore;
             }
             recovery.next = 0;
+            if is_open {
+                self.next = None;
+                self.recent.clear();
+            }
             return ReplayStep::BeginAnew;
         }
         recovery.next = sequence + 1;
+        if is_open {
+            self.accept(sequence, digest);
+        }
         match lost {
             0 => ReplayStep::Apply,
             // The proof itself was not lost; that it is no longer there leaves the life unknown.
@@ -239,16 +299,41 @@ impl Sequence {
 
     /// Ends the recovery of a gap once every missing batch has come.
     pub fn finished(&mut self, now_ns: u64) -> Option<Recovered> {
-        self.recovery.as_ref().filter(|recovery| recovery.next == recovery.end)?;
-        self.on_replay_end(now_ns)
+        self.recovery.as_ref().filter(|recovery| recovery.end == Some(recovery.next))?;
+        self.conclude(true, now_ns)
     }
 
     /// The engine has said that its replay is over, whether or not everything came.
     pub fn on_replay_end(&mut self, now_ns: u64) -> Option<Recovered> {
+        self.conclude(true, now_ns)
+    }
+
+    fn conclude(&mut self, is_answered: bool, now_ns: u64) -> Option<Recovered> {
         let recovery = self.recovery.as_mut()?;
-        let lost = recovery.end - recovery.next - u64::from(recovery.proof.take().is_some());
+        recovery.deadline_ns = now_ns + REPLAY_PATIENCE_NS;
+        if is_answered && recovery.was_open && recovery.end.is_some_and(|end| recovery.next < end) {
+            // Answered before the gap was there.
+            recovery.was_open = false;
+            return Some(Recovered { lost: 0, is_new_life: false, held: Vec::new(), ask: Some(recovery.next) });
+        }
+        // A publisher keeps the batches it said last, so one that does not have the last that was heard did not say it.
+        let is_unproved = recovery.proof.take().is_some();
+        let is_new_life = is_unproved && is_answered;
+        let Some(end) = recovery.end else {
+            let mut ask = None;
+            if is_new_life {
+                (recovery.next, ask) = (0, Some(0));
+                self.next = None;
+                self.recent.clear();
+            } else {
+                self.recovery = None;
+                self.doubtful = if is_unproved { RECENT } else { 0 };
+            }
+            return Some(Recovered { lost: 0, is_new_life, held: Vec::new(), ask });
+        };
+        let lost = end - recovery.next - u64::from(is_unproved);
         let mut held = Vec::new();
-        recovery.next = recovery.end;
+        recovery.next = end;
         while recovery.held.front().is_some_and(|batch| batch.sequence == recovery.next)
             && let Some(batch) = recovery.held.pop_front()
         {
@@ -258,11 +343,10 @@ impl Sequence {
         }
         let Some(behind) = recovery.held.front() else {
             self.recovery = None;
-            return Some(Recovered { lost, held, ask: None });
+            return Some(Recovered { lost, is_new_life, held, ask: None });
         };
-        recovery.end = behind.sequence;
-        recovery.deadline_ns = now_ns + REPLAY_PATIENCE_NS;
-        Some(Recovered { lost, held, ask: Some(recovery.next) })
+        recovery.end = Some(behind.sequence);
+        Some(Recovered { lost, is_new_life, held, ask: Some(recovery.next) })
     }
 
     /// Gives a replay up that made no progress until its deadline.
@@ -270,7 +354,7 @@ impl Sequence {
         if self.deadline_ns()? > now_ns {
             return None;
         }
-        self.on_replay_end(now_ns)
+        self.conclude(false, now_ns)
     }
 
     fn accept(&mut self, sequence: u64, digest: u64) {
@@ -436,6 +520,81 @@ mod tests {
         assert_eq!(live(&mut state, 4, "a"), Step::ResetAndApply { lost: 3 });
         state.on_disconnect();
         assert_eq!(live(&mut state, 2, "b"), Step::ResetAndApply { lost: 0 });
+    }
+
+    /// A late router asks at once, and the live batches that come meanwhile are applied, held or dropped as they fit.
+    #[test]
+    fn a_connection_asks_for_what_was_said_before() {
+        assert_eq!(Sequence::new(false).on_connect(0), None);
+        let mut state = Sequence::new(true);
+        assert_eq!(state.on_connect(0), Some(0));
+        assert_eq!(state.on_connect(0), None, "runs already");
+        assert_eq!(state.on_replay(0, b"a0", 0), ReplayStep::Apply);
+        assert_eq!(live(&mut state, 1, "a"), Step::Apply, "the next one, by chance live first");
+        assert_eq!(state.on_replay(1, b"a1", 0), ReplayStep::Ignore);
+        assert_eq!(live(&mut state, 0, "a"), Step::Drop);
+        assert_eq!(live(&mut state, 4, "a"), Step::Held);
+        assert_eq!(state.on_replay(2, b"a2", 0), ReplayStep::Apply);
+        assert_eq!(state.finished(0), None);
+        // The answer was made before 3 was said.
+        assert_eq!(state.on_replay_end(0).map(|recovered| (recovered.lost, recovered.ask)), Some((0, Some(3))));
+        assert_eq!(state.on_replay(3, b"a3", 0), ReplayStep::Apply);
+        let recovered = state.finished(0).expect("all there");
+        assert_eq!((recovered.lost, recovered.held[0].sequence, recovered.ask), (0, 4, None));
+        // Nothing to tell; nobody answers.
+        for is_answered in [true, false] {
+            let mut state = Sequence::new(true);
+            assert_eq!(state.on_connect(0), Some(0));
+            let end = if is_answered { state.on_replay_end(0) } else { state.on_deadline(REPLAY_PATIENCE_NS) };
+            assert_eq!(end.map(|recovered| (recovered.lost, recovered.ask)), Some((0, None)));
+            assert_eq!(live(&mut state, 0, "a"), Step::Apply);
+        }
+    }
+
+    /// Over a new connection the last batch heard proves that the publisher is the same. One that does not have it, or other
+    /// bytes under its number, is another, also when its first live batch has exactly the next number.
+    #[test]
+    fn a_new_connection_proves_the_life_or_ends_it() {
+        let again = || {
+            let mut state = Sequence::new(true);
+            assert_eq!((live(&mut state, 0, "a"), live(&mut state, 1, "a")), (Step::Apply, Step::Apply));
+            state.on_disconnect();
+            assert_eq!(state.on_connect(0), Some(1));
+            state
+        };
+        let mut state = again();
+        assert_eq!(state.on_replay(1, b"a1", 0), ReplayStep::Ignore);
+        assert_eq!(state.on_replay(2, b"a2", 0), ReplayStep::Apply);
+        assert_eq!(state.on_replay_end(0).map(|recovered| (recovered.lost, recovered.is_new_life)), Some((0, false)));
+        assert_eq!(live(&mut state, 3, "a"), Step::Apply);
+
+        let mut state = again();
+        let ended = state.on_replay_end(0).expect("no proof");
+        assert_eq!((ended.is_new_life, ended.ask, state.last()), (true, Some(0), None));
+        assert_eq!(state.on_replay(0, b"b0", 0), ReplayStep::Apply);
+        assert_eq!(live(&mut state, 1, "b"), Step::Apply);
+
+        let mut state = again();
+        assert_eq!(live(&mut state, 2, "b"), Step::Held, "not without the proof");
+        assert_eq!(state.on_replay(1, b"b1", 0), ReplayStep::BeginAnew);
+        assert_eq!(
+            (state.on_replay(0, b"b0", 0), state.on_replay(1, b"b1", 0)),
+            (ReplayStep::Apply, ReplayStep::Apply)
+        );
+        assert_eq!(state.finished(0).map(|recovered| recovered.held.len()), Some(1));
+
+        let mut state = again();
+        assert_eq!(live(&mut state, 2, "a"), Step::Held);
+        assert_eq!(state.on_replay(1, b"a1", 0), ReplayStep::Ignore);
+        assert_eq!(state.finished(0).map(|recovered| (recovered.lost, recovered.held.len())), Some((0, 1)));
+
+        // Nobody answers: the view is kept, and the next gap has to prove itself.
+        let mut state = again();
+        assert_eq!(
+            state.on_deadline(REPLAY_PATIENCE_NS).map(|ended| (ended.lost, ended.is_new_life)),
+            Some((0, false))
+        );
+        assert_eq!(live(&mut state, 4, "a"), Step::AskReplay { start: 1, end: 4, reset: false });
     }
 
     /// Lost are 1, then 3 and 4 while the first replay runs: each gap is asked for in its turn, and each batch applied once.

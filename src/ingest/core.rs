@@ -234,25 +234,31 @@ impl Core {
             }
             Ok(frame::Replay::Batch { sequence, payload }) => {
                 match rank.sequence.on_replay(sequence, payload, now_ns) {
-                    ReplayStep::Ignore => return,
+                    ReplayStep::Ignore => {}
                     ReplayStep::BeginAnew => {
                         self.reset(slot, 0);
                         self.ask_replay(slot, 0);
                         return;
                     }
-                    ReplayStep::ResetAndApply { lost } => self.reset(slot, lost),
-                    ReplayStep::Apply => {}
+                    ReplayStep::ResetAndApply { lost } => {
+                        self.reset(slot, lost);
+                        self.apply_replayed(slot, payload);
+                    }
+                    ReplayStep::Apply => self.apply_replayed(slot, payload),
                 }
-                if let Some(rank) = self.ranks[slot].as_ref() {
-                    rank.status.batches_replayed.add(1);
-                }
-                self.apply(slot, payload);
                 let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished(now_ns));
                 if let Some(recovered) = finished {
                     self.end_replay(slot, recovered);
                 }
             }
         }
+    }
+
+    fn apply_replayed(&mut self, slot: usize, payload: &[u8]) {
+        if let Some(rank) = self.ranks[slot].as_ref() {
+            rank.status.batches_replayed.add(1);
+        }
+        self.apply(slot, payload);
     }
 
     /// The replay is over, one way or the other: what was held back follows, up to the next gap, which is asked for anew.
@@ -262,7 +268,7 @@ impl Core {
             if let Some(rank) = self.ranks[slot].as_mut() {
                 rank.replay = None;
             }
-            if recovered.lost > 0 {
+            if recovered.lost > 0 || recovered.is_new_life {
                 self.reset(slot, recovered.lost);
             }
             for batch in recovered.held {
@@ -357,6 +363,18 @@ impl Core {
         if rank.status.connected.swap(connected, Ordering::Relaxed) != connected {
             tracing::info!(worker_id = %rank.status.worker_id, rank = rank.status.rank, connected, "KV-event publisher");
         }
+        if connected {
+            self.catch_up(slot);
+        }
+    }
+
+    /// Asks for what a connected publisher has said before.
+    fn catch_up(&mut self, slot: usize) {
+        let now_ns = self.stats.now_ns();
+        let Some(rank) = self.ranks[slot].as_mut().filter(|rank| rank.status.is_connected()) else { return };
+        if let Some(start) = rank.sequence.on_connect(now_ns) {
+            self.ask_replay(slot, start);
+        }
     }
 
     // Fleet ------------------------------------------------------------------------------------------------------
@@ -386,7 +404,7 @@ impl Core {
     /// Takes over what records have come to say without being a new registration: addresses and block sizes that were not
     /// known before.
     fn follow_records(&mut self) {
-        let mut late = Vec::new();
+        let (mut late, mut askable) = (Vec::new(), Vec::new());
         for rank in self.ranks.iter_mut().flatten() {
             let Some(registration) = self.registry.get(&rank.status.worker_id) else { continue };
             let record = &registration.worker.record;
@@ -395,8 +413,11 @@ impl Core {
             }
             rank.set_registered_block_size(record.kv_block_size);
             let replay = record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
-            rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, rank.status.rank)));
+            if rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, rank.status.rank))) {
+                askable.push(rank.status.slot.0 as usize);
+            }
         }
+        askable.into_iter().for_each(|slot| self.catch_up(slot));
         // Nothing was heard of these so far, so a fresh state loses nothing.
         for id in late {
             self.open_ranks(&id);

@@ -55,10 +55,12 @@ impl RankState {
         self.registered_block_size = size.filter(|size| *size > 0);
     }
 
-    /// Tells where lost batches may be asked for, if anywhere.
-    pub fn set_replay_endpoint(&mut self, endpoint: Option<String>) {
+    /// Tells where lost batches may be asked for, if anywhere. True if that is known now and was not before.
+    pub fn set_replay_endpoint(&mut self, endpoint: Option<String>) -> bool {
         self.sequence.set_can_replay(endpoint.is_some());
+        let is_news = self.replay_endpoint.is_none() && endpoint.is_some();
         self.replay_endpoint = endpoint;
+        is_news
     }
 
     /// Asks the publisher's replay socket for everything from `start` on.

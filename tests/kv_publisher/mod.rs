@@ -106,12 +106,14 @@ impl Publisher {
     }
 
     /// Waits until a subscription has arrived.
+    #[track_caller]
     pub fn subscribed(self) -> Self {
         self.wait_subscription(1);
         self
     }
 
     /// Waits for a subscription (1) or its end (0).
+    #[track_caller]
     pub fn wait_subscription(&self, kind: u8) {
         self.socket.set_rcvtimeo(PATIENCE.as_millis() as i32).unwrap();
         loop {
@@ -142,8 +144,9 @@ pub type Buffer = Arc<Mutex<Vec<(u64, Vec<u8>)>>>;
 /// A replay socket as engines have it: a ROUTER that answers from its buffer and looks at requests only now and then.
 pub struct ReplayServer {
     pub endpoint: String,
+    asked: Arc<Mutex<Vec<u64>>>,
     stop: Arc<AtomicBool>,
-    thread: Option<std::thread::JoinHandle<Vec<u64>>>,
+    thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl ReplayServer {
@@ -160,8 +163,9 @@ impl ReplayServer {
         let endpoint = socket.get_last_endpoint().unwrap().unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let flag = stop.clone();
+        let asked: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let record = asked.clone();
         let thread = std::thread::spawn(move || {
-            let mut asked = Vec::new();
             while !flag.load(Ordering::Relaxed) {
                 if socket.poll(zmq::POLLIN, 20).unwrap() == 0 {
                     continue;
@@ -169,7 +173,6 @@ impl ReplayServer {
                 let request = socket.recv_multipart(0).unwrap();
                 assert_eq!((request.len(), request[1].len(), request[2].len()), (3, 0, 8), "{request:?}");
                 let start = u64::from_be_bytes(request[2].as_slice().try_into().unwrap());
-                asked.push(start);
                 let answer = |topic: &[u8], sequence: u64, payload: &[u8]| {
                     let mut frames: Vec<&[u8]> = vec![&request[0], b""];
                     if with_topic {
@@ -184,16 +187,22 @@ impl ReplayServer {
                     answer(b"kv-events", *sequence, payload);
                 }
                 answer(b"", u64::MAX, b"");
+                record.lock().unwrap().push(start);
             }
-            asked
         });
-        Self { endpoint, stop, thread: Some(thread) }
+        Self { endpoint, asked, stop, thread: Some(thread) }
+    }
+
+    /// Waits until this many requests have been answered.
+    pub fn wait_answered(&self, count: usize) {
+        wait_until(&format!("{count} replays"), || self.asked.lock().unwrap().len() >= count);
     }
 
     /// Stops the server; the sequence numbers it was asked for.
     pub fn stop(mut self) -> Vec<u64> {
         self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().expect("not stopped before").join().unwrap()
+        self.thread.take().expect("not stopped before").join().unwrap();
+        self.asked.lock().unwrap().clone()
     }
 }
 
@@ -206,6 +215,7 @@ pub fn worker(id: &str, endpoint: Option<&str>) -> DiscoveredWorker {
     DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 9).into()), state: WorkerState::Active }
 }
 
+#[track_caller]
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !condition() {
@@ -223,6 +233,7 @@ pub fn depth(ingest: &IngestHandle, route_key: &str, tokens: &[u32]) -> Option<u
     Some(hits.depth(target.slot))
 }
 
+#[track_caller]
 pub fn wait_depth(ingest: &IngestHandle, route_key: &str, tokens: &[u32], expected: u32) {
     wait_until(&format!("depth {expected} on {route_key}"), || depth(ingest, route_key, tokens) == Some(expected));
 }

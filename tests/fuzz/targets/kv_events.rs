@@ -284,29 +284,32 @@ impl Follower {
 
     fn replayed(&mut self, number: u64, payload: &[u8]) {
         match self.sequence.on_replay(number, payload, self.now_ns) {
-            ReplayStep::Ignore => return,
+            ReplayStep::Ignore => {}
             ReplayStep::BeginAnew => {
                 self.reset();
                 return;
             }
-            ReplayStep::ResetAndApply { .. } => self.reset(),
-            ReplayStep::Apply => {}
+            ReplayStep::ResetAndApply { .. } => {
+                self.reset();
+                self.apply(Some(number), payload);
+            }
+            ReplayStep::Apply => self.apply(Some(number), payload),
         }
-        self.apply(Some(number), payload);
         if let Some(recovered) = self.sequence.finished(self.now_ns) {
             self.recovered(recovered);
         }
     }
 
     fn recovered(&mut self, recovered: Recovered) {
-        if recovered.lost > 0 {
+        if recovered.lost > 0 || recovered.is_new_life {
             self.reset();
         }
         for batch in recovered.held {
             self.apply(Some(batch.sequence), &batch.payload);
         }
         assert_eq!(self.sequence.is_recovering(), recovered.ask.is_some());
-        assert!(recovered.ask.is_none_or(|start| self.sequence.last().is_some_and(|last| start < last)));
+        let is_behind = |start| self.sequence.last().is_none_or(|last| start < last);
+        assert!(recovered.ask.is_none_or(is_behind));
     }
 
     /// The view against plain sets: never more credit than there are copies, all of it where no parent is missing.
@@ -365,6 +368,7 @@ pub fn state(data: &[u8]) -> u64 {
                 // A new life, over a new connection or not.
                 if b & 1 == 1 {
                     follower.sequence.on_disconnect();
+                    follower.sequence.on_connect(follower.now_ns);
                 }
                 said.clear();
                 next = u64::from(a % 4);
