@@ -79,7 +79,7 @@ fn resident_bytes() -> usize {
 }
 
 /// Workers join, are told of blocks, and leave, a hundred at a time and each under a name of its own: memory, descriptors and
-/// threads are where they were after the first tenth.
+/// threads are where they were after the first fifth; of memory, half a kilobyte per worker would show.
 fn joins_and_leaves(ingest: &IngestHandle, context: &zmq::Context, workers: usize) {
     const AT_ONCE: usize = 100;
     let mut publisher = Publisher::new(context);
@@ -100,12 +100,12 @@ fn joins_and_leaves(ingest: &IngestHandle, context: &zmq::Context, workers: usiz
                 && ingest.view.load().ranks.is_empty()
                 && ingest.stats.views_retired.get() == 0
         });
-        if round * AT_ONCE == workers / 10 {
+        if round * AT_ONCE == workers / 5 {
             before = Some((usage(), resident_bytes()));
         }
     }
     let (used, resident) = before.unwrap();
     wait_until(&format!("{used:?} descriptors and threads"), || usage() <= used);
-    println!("resident: {resident} bytes after a tenth of {workers} workers, {} at the end", resident_bytes());
-    assert!(resident_bytes() <= resident + (2 << 20), "{resident} bytes became {}", resident_bytes());
+    println!("resident: {resident} bytes after a fifth of {workers} workers, {} at the end", resident_bytes());
+    assert!(resident_bytes() <= resident + (4 << 20), "{resident} bytes became {}", resident_bytes());
 }

@@ -51,6 +51,19 @@ pub(super) struct Subscription {
     pub monitor: zmq::Socket,
     /// Counted: see [`Contexts`].
     pub context: Arc<zmq::Context>,
+    /// Unique within the context.
+    name: u64,
+}
+
+impl Drop for Subscription {
+    /// The socket's monitor ends before its other end goes. The library writes a monitor event with a send that waits: a
+    /// handshake that succeeds while a worker leaves would hold the context's I/O thread for ever, and with it the events of
+    /// every rank in the context. Another monitor takes the former one's place at once, and one for no events writes none.
+    fn drop(&mut self) {
+        if let Err(error) = self.events.monitor(&format!("inproc://infera-events-{}-closed", self.name), 0) {
+            tracing::error!(%error, "cannot end a monitor of a KV-event socket");
+        }
+    }
 }
 
 /// As many ZMQ contexts as the ranks need. Each has an I/O thread of its own.
@@ -100,7 +113,7 @@ impl Subscription {
         monitor.set_linger(0)?;
         monitor.connect(&address)?;
         events.connect(endpoint)?;
-        Ok(Self { events, monitor, context })
+        Ok(Self { events, monitor, context, name })
     }
 
     /// Reads what the monitor has to say, if anything.
