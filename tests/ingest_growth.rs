@@ -89,8 +89,17 @@ fn joins_and_leaves(ingest: &IngestHandle, context: &zmq::Context, workers: usiz
         let ids: Vec<String> = (0..AT_ONCE).map(|at| format!("w{}:1", round * AT_ONCE + at)).collect();
         ingest.fleet_updates.send(ids.iter().map(|id| worker(id, Some(&publisher.endpoint))).collect());
         publisher.wait_subscription(1);
+        wait_until("all connected", || {
+            let view = ingest.view.load();
+            view.ranks.len() == ids.len() && view.ranks.iter().flatten().all(|rank| rank.is_connected())
+        });
+        // A subscription may arrive a little after its handshake, so it is said again; not so often that it piles up.
+        let mut tries = 0;
         wait_until("all have heard", || {
-            publisher.send(&[Event::Clear, Event::Store { tokens: &prompt, from: 0 }]);
+            if tries % 200 == 0 {
+                publisher.send(&[Event::Clear, Event::Store { tokens: &prompt, from: 0 }]);
+            }
+            tries += 1;
             ids.iter().all(|id| depth(ingest, id, &prompt) == Some(64))
         });
         ingest.fleet_updates.send(Vec::new());
