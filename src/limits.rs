@@ -130,3 +130,7 @@ pub const RANKS_PER_EVENT_CONTEXT: usize = 200;
 /// Asking one engine to forget its cache (`--kv-self-heal`), and how many are asked at a time.
 pub const SELF_HEAL_ASK_DEADLINE: std::time::Duration = std::time::Duration::from_secs(15);
 pub const SELF_HEAL_ASKS_MAX: usize = 16;
+/// Tokens of a `tiktoken.model`; the largest known has 163,584.
+pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
+/// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.
+pub const TIKTOKEN_TOKEN_BYTES_MAX: usize = 4096;

@@ -48,6 +48,16 @@ pub struct Body<'a> {
     pub suffix: Option<Tree<'a>>,
     /// The engine keys this request's blocks by more than their tokens: a salt, an adapter, an extra key.
     pub has_namespace: bool,
+    pub response_format: Option<Tree<'a>>,
+    /// SGLang: a task of the model's own, for DeepSeek-V4.
+    pub task: Option<Tree<'a>>,
+    /// Responses: what is to be answered, and what stands before it.
+    pub input: Option<Tree<'a>>,
+    pub instructions: Option<Tree<'a>>,
+    /// Responses: names of what the engine keeps.
+    pub previous_response_id: Option<Tree<'a>>,
+    pub previous_input_messages: Option<Tree<'a>>,
+    pub conversation: Option<Tree<'a>>,
 }
 
 impl<'a> Body<'a> {
@@ -92,6 +102,13 @@ impl<'a> Body<'a> {
                 self.has_namespace |= !value.is_null() && value.as_text() != Some("");
                 return Ok(());
             }
+            "response_format" => &mut self.response_format,
+            "task" => &mut self.task,
+            "input" => &mut self.input,
+            "instructions" => &mut self.instructions,
+            "previous_response_id" => &mut self.previous_response_id,
+            "previous_input_messages" => &mut self.previous_input_messages,
+            "conversation" => &mut self.conversation,
             _ => return reader.skip(),
         };
         *slot = Some(Tree::read(reader)?).filter(|value| !value.is_null());

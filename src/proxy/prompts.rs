@@ -106,6 +106,7 @@ pub(super) async fn hash(
     }
     let endpoint = match endpoint {
         Endpoint::ChatCompletions => prompt::Endpoint::Chat,
+        Endpoint::Responses => prompt::Endpoint::Responses,
         _ => prompt::Endpoint::Completions,
     };
     let started = Instant::now();
