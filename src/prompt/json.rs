@@ -436,6 +436,15 @@ mod tests {
         assert!(skip_all(&format!("{}{}", "[".repeat(DEPTH_MAX), "]".repeat(DEPTH_MAX))).is_ok());
     }
 
+    /// A picture of 20 MB within a body is read where it lies.
+    #[test]
+    fn a_string_without_escapes_is_never_copied() {
+        let text = format!("\"data:image/png;base64,{}\"", "iVBORw0KGgo+".repeat((20 << 20) / 12));
+        let read = Reader::new(&text).string().expect("a string");
+        assert!(matches!(read, Cow::Borrowed(_)) && read.len() + 2 == text.len());
+        assert_eq!(read.as_ptr(), text[1..].as_ptr());
+    }
+
     #[test]
     fn errors_carry_line_and_column() {
         let text = b"{\n  \"a\": tru\n}";

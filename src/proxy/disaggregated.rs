@@ -8,7 +8,8 @@ use tracing::debug;
 
 use super::direct::Named;
 use super::exchange::{Route, named_model};
-use super::legs::{self, Attempt, Ending, Held, Job};
+use super::held::Held;
+use super::legs::{self, Attempt, Ending, Job};
 use super::metrics::Outcome;
 use super::pair::{PairWish, PickedPair, Tried, pick_pair};
 use super::prompts;

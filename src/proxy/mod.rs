@@ -6,6 +6,7 @@ mod cleanup;
 mod direct;
 mod disaggregated;
 mod exchange;
+mod held;
 mod legs;
 mod metrics;
 mod observe;

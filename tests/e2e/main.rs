@@ -9,11 +9,13 @@ mod kv_publisher;
 mod support;
 
 mod affinity;
+mod bookings;
 mod decode_demand;
 mod demo;
 mod discovery;
 mod failures;
 mod forwarding;
+mod images;
 mod kv_aware;
 mod leaving;
 mod lifecycle;

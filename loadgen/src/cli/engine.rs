@@ -50,6 +50,9 @@ pub struct EngineArguments {
     /// KV blocks per rank.
     #[arg(long, default_value_t = 8192)]
     blocks: usize,
+    /// Give every request KV blocks of its own.
+    #[arg(long)]
+    no_prefix_cache: bool,
     #[arg(long, default_value_t = 131_072)]
     context_length: usize,
     /// Answer length when max_tokens does not cut it.
@@ -105,6 +108,7 @@ impl EngineArguments {
             dp_size: self.dp_size,
             block_size: self.block_size,
             blocks_total: self.blocks,
+            prefix_cache: !self.no_prefix_cache,
             context_length: self.context_length,
             answer_tokens: self.answer_tokens,
             speed: Speed {

@@ -127,6 +127,7 @@ async fn handle(engine: &Rc<Engine>, connection: &mut Connection, request: &Requ
     match (request.method.as_str(), request.path.as_str()) {
         ("POST", "/v1/chat/completions") => generate::respond(engine, connection, request, generate::Kind::Chat).await,
         ("POST", "/v1/completions") => generate::respond(engine, connection, request, generate::Kind::Text).await,
+        ("POST", "/v1/responses") => generate::respond(engine, connection, request, generate::Kind::Responses).await,
         ("GET" | "HEAD", "/health" | "/health_generate") => {
             let status = if engine.faults.borrow().unhealthy { 503 } else { 200 };
             connection.answer_bytes(request, status, "text/plain", b"").await

@@ -58,6 +58,9 @@ pub(super) struct Rank {
     event_batches: Cell<u64>,
 }
 
+/// Images whose requests are counted.
+const IMAGES_MAX: usize = 4096;
+
 struct Listener {
     queue: Queue<Progress>,
     choice: usize,
@@ -137,12 +140,16 @@ impl Engine {
             block_size: config.block_size,
         };
         let keeps_copies = config.style.is_vllm();
+        let scheduler = |pool, seed| Scheduler::new(config.speed.clone(), config.block_size, pool, seed);
         let new_rank = |(number, publisher): (usize, Publisher)| {
             let pool = BlockPool::new(config.blocks_total, keeps_copies);
             let rank_seed = config.seed.wrapping_mul(1021).wrapping_add(number as u64);
             Rank {
                 number: number as u32,
-                scheduler: RefCell::new(Scheduler::new(config.speed.clone(), config.block_size, pool, rank_seed)),
+                scheduler: RefCell::new(match config.prefix_cache {
+                    true => scheduler(pool, rank_seed),
+                    false => scheduler(pool, rank_seed).without_prefix_cache(),
+                }),
                 publisher: RefCell::new(publisher),
                 listeners: RefCell::default(),
                 wake: Queue::default(),
@@ -237,6 +244,20 @@ impl Engine {
             self.report(rank);
         }
         all
+    }
+
+    /// Notes that these images are served here.
+    pub fn count_images(&self, images: &[u64]) {
+        if images.is_empty() {
+            return;
+        }
+        self.shared.update(|state| {
+            for image in images {
+                if state.images.len() < IMAGES_MAX || state.images.contains_key(image) {
+                    *state.images.entry(*image).or_default() += 1;
+                }
+            }
+        });
     }
 
     /// Whether chance says that this request fails.

@@ -14,9 +14,11 @@ pub mod hash;
 pub mod pool;
 mod publisher;
 pub mod register;
+mod responses;
 pub mod scheduler;
 mod shapes;
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -55,6 +57,8 @@ pub struct EngineConfig {
     pub block_size: usize,
     /// Blocks per rank.
     pub blocks_total: usize,
+    /// Whether requests share the blocks of equal prefixes. Decode engines often do not: what came by transfer is theirs.
+    pub prefix_cache: bool,
     /// Longest prompt plus answer; cut to the pool's size.
     pub context_length: usize,
     /// Length of an answer that no `max_tokens` cuts.
@@ -81,6 +85,7 @@ impl Default for EngineConfig {
             dp_size: 1,
             block_size: 16,
             blocks_total: 8192,
+            prefix_cache: true,
             context_length: 131_072,
             answer_tokens: 256,
             speed: Speed::default(),
@@ -110,6 +115,8 @@ pub struct EngineState {
     pub requests_open: usize,
     pub connections_open: usize,
     pub transfers: TransferCounts,
+    /// Requests per image, by the hash of its reference; a decode engine sees none. Images beyond a cap are not told.
+    pub images: BTreeMap<u64, u64>,
 }
 
 impl EngineState {
