@@ -163,6 +163,9 @@ pub const REQUEST_TEMPLATE_BYTES_MAX: usize = 32 << 10;
 
 /// Fuel of one rendering of such a template, which also bounds the text that it may make on the way, to 128 MiB.
 pub const REQUEST_TEMPLATE_FUEL: u64 = 2_000_000;
+/// Asking one engine to forget its cache (`--kv-self-heal`), and how many are asked at a time.
+pub const SELF_HEAL_ASK_DEADLINE: std::time::Duration = std::time::Duration::from_secs(15);
+pub const SELF_HEAL_ASKS_MAX: usize = 16;
 /// Tokens of a `tiktoken.model`; the largest known has 163,584.
 pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
 /// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.

@@ -8,6 +8,7 @@ use anyhow::Context;
 use infera_router::admin::{Admin, AdminState};
 use infera_router::config::{self, Config, InspectCommand, Invocation};
 use infera_router::discovery::Discovery;
+use infera_router::ingest::self_heal::SelfHeal;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
@@ -72,6 +73,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
     let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
+    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry()));
+    let heal = heal.transpose()?;
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(
         metrics.clone(),
@@ -131,6 +134,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     }
     drop(engine);
     discovery.stop();
+    drop(heal);
     drop(shared);
     admin.stop();
     ingest.stop();

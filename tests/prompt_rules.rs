@@ -471,3 +471,22 @@ fn token_ids_need_no_tokenizer() {
         assert_eq!(blocks(endpoint, Vllm, b"\xff", 4), Err(NoBlocks::BadJson));
     }
 }
+
+/// vLLM keys the blocks of a salted request apart, SGLang also those of an adapter or an extra key: what the plain namespace
+/// holds of the same text is not there for them.
+#[test]
+fn a_namespace_of_the_requests_own_gets_no_plain_credit() {
+    let check = |member: &str, has_blocks: bool| {
+        let body = format!(r#"{{"prompt":[1,2,3,4],{member}}}"#);
+        let found = blocks(None, Endpoint::Completions, Vllm, body.as_bytes(), 4);
+        let expected = Err(NoBlocks::Unsupported("a cache namespace of the request's own"));
+        if has_blocks { assert!(found.is_ok(), "{body}") } else { assert_eq!(found, expected, "{body}") }
+    };
+    for name in ["cache_salt", "extra_key", "lora_path"] {
+        check(&format!(r#""{name}":"tenant""#), false);
+        check(&format!(r#""{name}":["a"]"#), false);
+        check(&format!(r#""{name}":null"#), true);
+        check(&format!(r#""{name}":"""#), true);
+        check(&format!(r#""metadata":{{"{name}":"tenant"}}"#), true);
+    }
+}

@@ -108,6 +108,17 @@ pub struct RoutingArgs {
     /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
     #[arg(long, value_name = "WEIGHT", default_value_t = 0.0, allow_negative_numbers = true)]
     pub kv_host_tier_weight: f64,
+    /// true|false: ask an engine to forget its cache when its KV events have no beginning and cannot be replayed.
+    #[arg(
+        long,
+        value_name = "BOOL",
+        env = "INFERA_KV_SELF_HEAL",
+        default_value = "false",
+        num_args = 0..=1,
+        default_missing_value = "true",
+        action = clap::ArgAction::Set
+    )]
+    pub kv_self_heal: bool,
     /// JSON object given to the chat template when a request does not set its members.
     #[arg(long, value_name = "JSON", env = "INFERA_KV_DEFAULT_CHAT_TEMPLATE_KWARGS")]
     pub kv_default_chat_template_kwargs: Option<String>,

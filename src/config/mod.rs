@@ -66,6 +66,8 @@ pub struct Config {
     pub kv_overlap_weight: f64,
     /// Worth of a block in host memory that follows the device prefix, 0 to 1 device blocks.
     pub kv_host_tier_weight: f64,
+    /// Whether engines whose events cannot be anchored are asked to forget their cache.
+    pub kv_self_heal: bool,
     /// Given to the chat template where a request does not set the member.
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     /// `--allow-request-chat-template`.

@@ -89,6 +89,16 @@ fn the_launchers_own_command_line_is_accepted() {
 }
 
 #[test]
+fn self_heal_is_off_until_asked_for() {
+    assert!(!config(&[]).kv_self_heal);
+    for given in [&["--kv-self-heal"][..], &["--kv-self-heal", "true"], &["--kv-self-heal=true"]] {
+        assert!(config(given).kv_self_heal, "{given:?}");
+    }
+    assert!(!config(&["--kv-self-heal", "false"]).kv_self_heal);
+    check_refused(&["--kv-self-heal", "--router-policy", "round-robin"], EXIT_INVALID, &["--kv-self-heal requires"]);
+}
+
+#[test]
 fn the_host_tier_weight_is_a_share() {
     assert_eq!(config(&["--kv-host-tier-weight", "0.25"]).kv_host_tier_weight, 0.25);
     for wrong in ["-0.1", "1.5", "NaN"] {

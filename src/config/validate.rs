@@ -129,6 +129,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         tokenizer_path: routing.tokenizer_path,
         kv_overlap_weight: routing.overlap_weight,
         kv_host_tier_weight: routing.host_tier_weight,
+        kv_self_heal: routing.self_heal,
         chat_template_kwargs: routing.chat_template_kwargs,
         allow_request_chat_template: arguments.routing.allow_request_chat_template,
         encoder_threads: routing.encoder_threads,
@@ -303,6 +304,7 @@ struct Routing {
     tokenizer_path: Option<PathBuf>,
     overlap_weight: f64,
     host_tier_weight: f64,
+    self_heal: bool,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     encoder_threads: Option<usize>,
     prompt_cache_bytes: usize,
@@ -324,6 +326,9 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         ));
     }
     let overlap_weight = problems.weight("--kv-overlap-weight", arguments.kv_overlap_weight);
+    if arguments.kv_self_heal && policy != Policy::KvAware {
+        problems.add("--kv-self-heal requires --router-policy kv-aware");
+    }
     let host_tier_weight = arguments.kv_host_tier_weight;
     if !(0.0..=1.0).contains(&host_tier_weight) {
         problems.add(format!("--kv-host-tier-weight must be a number from 0 to 1 (got {host_tier_weight})"));
@@ -355,6 +360,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         tokenizer_path: arguments.router_tokenizer_path.clone(),
         overlap_weight,
         host_tier_weight,
+        self_heal: arguments.kv_self_heal,
         chat_template_kwargs,
         encoder_threads,
         prompt_cache_bytes: prompt_cache_bytes as usize,

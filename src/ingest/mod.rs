@@ -3,9 +3,19 @@
 
 mod core;
 mod doorbell;
+mod publication;
+#[cfg(test)]
+mod publication_tests;
 mod rank;
 mod registry;
+pub mod self_heal;
 pub mod socket;
+
+/// What the publication is built from; another one under the model of every interleaving.
+mod sync {
+    pub use std::sync::Arc;
+    pub type Cell<V> = arc_swap::ArcSwap<V>;
+}
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -77,10 +77,12 @@ impl RankState {
         self.registered_block_size = size.filter(|size| *size > 0);
     }
 
-    /// Tells where lost batches may be asked for, if anywhere.
-    pub fn set_replay_endpoint(&mut self, endpoint: Option<String>) {
+    /// Tells where lost batches may be asked for, if anywhere. True if that is known now and was not before.
+    pub fn set_replay_endpoint(&mut self, endpoint: Option<String>) -> bool {
         self.sequence.set_can_replay(endpoint.is_some());
+        let is_news = self.replay_endpoint.is_none() && endpoint.is_some();
         self.replay_endpoint = endpoint;
+        is_news
     }
 
     /// Asks the publisher's replay socket for everything from `start` on.
@@ -113,6 +115,8 @@ impl RankState {
         let mut total = Applied::default();
         let mut block_size = 0;
         let mut mismatches = 0;
+        // Since the view last began anew, which may be in the middle of this batch.
+        let (mut anchored, mut orphaned) = (self.status.anchored_blocks.get(), 0);
         let (mirror, registered) = (&mut self.mirror, self.registered_block_size);
         mirror.begin_batch();
         let summary = decoder.decode(payload, |event| {
@@ -124,6 +128,11 @@ impl RankState {
             if watching.is_open {
                 watching.show(mirror, &event, &applied);
             }
+            if matches!(event, Event::Cleared) {
+                (anchored, orphaned) = (0, 0);
+            }
+            anchored += applied.blocks_stored + applied.joined;
+            orphaned += applied.orphaned;
             total.blocks_stored += applied.blocks_stored;
             total.blocks_removed += applied.blocks_removed;
             total.orphaned += applied.orphaned;
@@ -132,6 +141,8 @@ impl RankState {
         });
         let status = &self.status;
         status.batches.add(1);
+        status.anchored_blocks.set(anchored);
+        status.unanchored_batches.add(u64::from(orphaned > 0 && anchored == 0));
         status.events.add(u64::from(summary.applied));
         status.blocks_stored.add(total.blocks_stored);
         status.blocks_removed.add(total.blocks_removed);
@@ -159,6 +170,7 @@ impl RankState {
     /// Forgets the whole view of this rank.
     pub fn reset(&mut self, tree: &mut Tree, lost: u64) {
         self.mirror.clear(tree);
+        self.status.anchored_blocks.set(0);
         self.status.resets.add(1);
         self.status.batches_lost.add(lost);
         self.show(tree);

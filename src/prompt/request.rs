@@ -46,6 +46,8 @@ pub struct Body<'a> {
     pub truncate_prompt_tokens: Option<Tree<'a>>,
     pub prompt_embeds: Option<Tree<'a>>,
     pub suffix: Option<Tree<'a>>,
+    /// The engine keys this request's blocks by more than their tokens: a salt, an adapter, an extra key.
+    pub has_namespace: bool,
     pub response_format: Option<Tree<'a>>,
     /// SGLang: a task of the model's own, for DeepSeek-V4.
     pub task: Option<Tree<'a>>,
@@ -86,6 +88,10 @@ impl<'a> Body<'a> {
             .object(|reader, key| body.member(reader, &key, |look| look.pass()))
             .and_then(|()| reader.end())
             .map_err(|error| bad_json(error.what))?;
+        // Plain blocks of the same text are of no use to it, and credit for them would be false.
+        if body.has_namespace {
+            return Err(NoBlocks::Unsupported("a cache namespace of the request's own"));
+        }
         Ok(body)
     }
 
@@ -113,6 +119,11 @@ impl<'a> Body<'a> {
             "truncate_prompt_tokens" => &mut self.truncate_prompt_tokens,
             "prompt_embeds" => &mut self.prompt_embeds,
             "suffix" => &mut self.suffix,
+            "cache_salt" | "extra_key" | "lora_path" => {
+                let value = Tree::read(reader)?;
+                self.has_namespace |= !value.is_null() && value.as_text() != Some("");
+                return Ok(());
+            }
             "response_format" => &mut self.response_format,
             "task" => &mut self.task,
             "input" => &mut self.input,

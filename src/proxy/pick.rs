@@ -132,13 +132,14 @@ fn fill(
         let target = &view.fleet.targets[index as usize];
         // Beside an image the text's blocks say nothing: the placeholder is the same whatever the image.
         let blocks = wish.prompts.blocks_for(target).filter(|_| !facts.is_multimodal);
+        let reusable = blocks.and_then(|_| wish.prompts.reusable_for(target));
         let (request_blocks, cache_hits, block_tokens) = if facts.is_multimodal {
             let held = if images.is_empty() { 0 } else { steering.images.held(target.id, images) };
             (IMAGE_BLOCKS * images.len() as u32, IMAGE_BLOCKS * held, DEFAULT_BLOCK_TOKENS)
         } else {
             (
                 blocks.map_or(0, |blocks| blocks.len() as u32),
-                blocks.map_or(0, |blocks| {
+                reusable.map_or(0, |blocks| {
                     let hits = queries.of(view, blocks, host_weight > 0.0);
                     view.credit(target.slot, &hits.device, &hits.any, host_weight)
                 }),

@@ -71,9 +71,23 @@ impl Prompts {
 
     /// The prompt's blocks as this target names them.
     pub fn blocks_for(&self, target: &Target) -> Option<&Arc<[BlockHash]>> {
+        self.hashed_and_blocks_for(target).map(|(_, blocks)| blocks)
+    }
+
+    /// Those of them that the target's cache can spare it. Engines compute the last token of a prompt anew, whatever they
+    /// hold, and with it its block: of a prompt that ends with a block, that block is never taken from the cache.
+    pub fn reusable_for(&self, target: &Target) -> Option<&[BlockHash]> {
+        let (prompt, blocks) = self.hashed_and_blocks_for(target)?;
+        let block_size = u64::from(Wanted::of(target).block_size.max(1));
+        let reusable = prompt.tokens.saturating_sub(1) / block_size;
+        Some(&blocks[..blocks.len().min(reusable as usize)])
+    }
+
+    fn hashed_and_blocks_for(&self, target: &Target) -> Option<(&HashedPrompt, &Arc<[BlockHash]>)> {
         let wanted = Wanted::of(target);
         let prompt = self.hashed_for(wanted)?;
-        prompt.by_block_size.iter().find(|(size, _)| *size == wanted.block_size).map(|(_, blocks)| blocks)
+        let (_, blocks) = prompt.by_block_size.iter().find(|(size, _)| *size == wanted.block_size)?;
+        Some((prompt, blocks))
     }
 
     fn hashed_for(&self, wanted: Wanted) -> Option<&HashedPrompt> {

@@ -4,6 +4,8 @@
 
 #[path = "../support/etcd.rs"]
 mod etcd;
+#[path = "../kv_publisher/mod.rs"]
+mod kv_publisher;
 mod support;
 
 mod affinity;
@@ -21,4 +23,5 @@ mod memory;
 mod official_client;
 mod parity;
 mod pd;
+mod self_heal;
 mod surface;
