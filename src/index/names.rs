@@ -207,20 +207,31 @@ impl Names {
     pub fn find_or_insert(&mut self, name: EngineHash, place: Place, state: State) -> Option<Entry> {
         assert!(state != 0 && !self.chunks.is_empty(), "room is reserved for an entry with copies");
         let home = Self::home(name.0, self.buckets());
-        let bucket = self.bucket_mut(home);
-        if let Some(entry) = bucket.find(name.0) {
-            return Some(Entry { bucket: home, entry });
+        let mut at = home;
+        // A bucket that has spilled is full, so nothing free is passed by. Ends, because the table is never full.
+        loop {
+            let bucket = self.bucket_mut(at);
+            if let Some(entry) = bucket.find(name.0) {
+                return Some(Entry { bucket: at, entry });
+            }
+            if bucket.spilled() == 0 {
+                break;
+            }
+            at = self.after(at);
         }
-        if bucket.spilled() == 0
-            && let Some(entry) = bucket.free()
-        {
-            bucket.put(entry, name.0, place.0, state);
-        } else if let Some(entry) = self.find(name) {
-            return Some(entry);
-        } else {
-            self.put(name.0, place.0, state);
-        }
+        let entry = loop {
+            if let Some(entry) = self.bucket(at).free() {
+                break entry;
+            }
+            at = self.after(at);
+        };
+        self.bucket_mut(at).put(entry, name.0, place.0, state);
         self.length += 1;
+        let mut passed = home;
+        while passed != at {
+            self.bucket_mut(passed).spill();
+            passed = self.after(passed);
+        }
         None
     }
 
