@@ -4,7 +4,7 @@
 //! Buckets of one cache line hold five entries each; a full bucket spills into the next and counts what it has spilled, and
 //! a removal brings back what was spilled. So a bucket that counts any is full, most lookups touch one line, and those of
 //! unknown names two. (Without the bringing back, entries that lie away from home beside free places would make the search
-//! for an unknown name longer with every turnover, to dozens of lines.) Capacity grows by a quarter, not by doubling:
+//! for an unknown name longer with every turnover, to dozens of lines.) Capacity grows by a sixth, not by doubling:
 //! half-empty tables would be the largest part of the index. Refused: fingerprints instead of whole names (4 bytes less per
 //! entry): two names of one rank would be taken for each other once in some hours of a storm.
 
@@ -16,10 +16,10 @@ const ENTRIES: usize = 5;
 /// allocator, which rounds up and keeps pages of each; that was a third of the index's memory.
 const CHUNK: usize = 64;
 /// Largest filling, in entries per 100 places.
-const FULL_PERCENT: usize = 76;
+const FULL_PERCENT: usize = 78;
 /// Below this filling the table is made smaller, to the next one.
-const LOW_PERCENT: usize = 48;
-const MIDDLE_PERCENT: usize = 64;
+const LOW_PERCENT: usize = 52;
+const MIDDLE_PERCENT: usize = 68;
 const SPILLED_MAX: u32 = 0xff;
 /// [`Bucket::taken`] of a full bucket.
 const TAKEN_ALL: u32 = 0x1_1111;
@@ -89,6 +89,10 @@ impl Bucket {
     }
 }
 
+fn empty() -> Box<Chunk> {
+    Box::new([Bucket::default(); CHUNK])
+}
+
 fn lowest(entries: u32) -> Option<usize> {
     (entries != 0).then(|| entries.trailing_zeros() as usize / 4)
 }
@@ -102,9 +106,13 @@ pub struct Entry {
 
 #[derive(Clone, Debug, Default)]
 pub struct Names {
-    chunks: Vec<Box<[Bucket; CHUNK]>>,
+    chunks: Vec<Box<Chunk>>,
+    /// Buckets of all chunks, also of those that a resize has still to come to.
+    buckets: usize,
     length: usize,
 }
+
+type Chunk = [Bucket; CHUNK];
 
 impl Names {
     #[cfg(test)]
@@ -114,11 +122,7 @@ impl Names {
 
     /// Memory of the table, free places included.
     pub fn bytes(&self) -> usize {
-        self.buckets() * size_of::<Bucket>()
-    }
-
-    fn buckets(&self) -> usize {
-        self.chunks.len() * CHUNK
+        self.buckets * size_of::<Bucket>()
     }
 
     fn bucket(&self, at: usize) -> &Bucket {
@@ -142,7 +146,7 @@ impl Names {
         if self.chunks.is_empty() {
             return 0;
         }
-        let home = Self::home(name.0, self.buckets());
+        let home = Self::home(name.0, self.buckets);
         self.bucket(home).control ^ self.bucket(self.after(home)).control
     }
 
@@ -151,8 +155,8 @@ impl Names {
         if self.chunks.is_empty() {
             return None;
         }
-        let mut at = Self::home(name.0, self.buckets());
-        for _ in 0..self.buckets() {
+        let mut at = Self::home(name.0, self.buckets);
+        for _ in 0..self.buckets {
             let bucket = self.bucket(at);
             if let Some(entry) = bucket.find(name.0) {
                 return Some(Entry { bucket: at, entry });
@@ -166,7 +170,7 @@ impl Names {
     }
 
     fn after(&self, bucket: usize) -> usize {
-        if bucket + 1 == self.buckets() { 0 } else { bucket + 1 }
+        if bucket + 1 == self.buckets { 0 } else { bucket + 1 }
     }
 
     pub fn place(&self, entry: Entry) -> Place {
@@ -188,9 +192,9 @@ impl Names {
     /// Makes room for `more` names.
     pub fn reserve(&mut self, more: usize) {
         let wanted = (self.length + more) * 100;
-        if wanted > self.buckets() * ENTRIES * FULL_PERCENT {
+        if wanted > self.buckets * ENTRIES * FULL_PERCENT {
             let enough = wanted.div_ceil(CHUNK * ENTRIES * FULL_PERCENT);
-            self.resize(enough.max(self.chunks.len() + self.chunks.len() / 4));
+            self.resize(enough.max(self.chunks.len() + self.chunks.len() / 6));
         }
     }
 
@@ -206,7 +210,7 @@ impl Names {
     #[inline]
     pub fn find_or_insert(&mut self, name: EngineHash, place: Place, state: State) -> Option<Entry> {
         assert!(state != 0 && !self.chunks.is_empty(), "room is reserved for an entry with copies");
-        let home = Self::home(name.0, self.buckets());
+        let home = Self::home(name.0, self.buckets);
         let mut at = home;
         // A bucket that has spilled is full, so nothing free is passed by. Ends, because the table is never full.
         loop {
@@ -237,7 +241,7 @@ impl Names {
 
     #[inline]
     fn put(&mut self, name: u64, place: u32, state: State) {
-        let mut at = Self::home(name, self.buckets());
+        let mut at = Self::home(name, self.buckets);
         // Ends, because the table is never full.
         loop {
             let bucket = self.bucket_mut(at);
@@ -253,13 +257,13 @@ impl Names {
         let bucket = self.bucket_mut(entry.bucket);
         let name = bucket.names[entry.entry];
         bucket.set_state(entry.entry, 0);
-        self.unspill(Self::home(name, self.buckets()), entry.bucket);
+        self.unspill(Self::home(name, self.buckets), entry.bucket);
         let mut hole = Some(entry);
         while let Some(entry) = hole {
             hole = self.bring_back(entry);
         }
         self.length -= 1;
-        if self.chunks.len() > 1 && self.length * 100 < self.buckets() * ENTRIES * LOW_PERCENT {
+        if self.chunks.len() > 1 && self.length * 100 < self.buckets * ENTRIES * LOW_PERCENT {
             self.resize(self.length * 100 / (CHUNK * ENTRIES * MIDDLE_PERCENT) + 1);
         }
     }
@@ -274,7 +278,7 @@ impl Names {
 
     /// Fills a hole with the nearest entry that was spilled over it; returns the hole that leaves.
     fn bring_back(&mut self, hole: Entry) -> Option<Entry> {
-        let buckets = self.buckets();
+        let buckets = self.buckets;
         let mut at = hole.bucket;
         for way in 1..buckets {
             if self.bucket(at).spilled() == 0 {
@@ -299,15 +303,49 @@ impl Names {
         None
     }
 
-    /// Homes are monotone in the mixed name, so this reads and writes both tables front to back.
+    /// Homes are monotone in the mixed name, so this reads the old table and writes the new one front to back. A chunk that
+    /// was read is the next one to be written: a table that grows takes what it grows by and no more, and what it writes
+    /// is in the nearest cache.
     fn resize(&mut self, chunks: usize) {
-        let empty = (0..chunks).map(|_| Box::new([Bucket::default(); CHUNK])).collect();
-        for chunk in std::mem::replace(&mut self.chunks, empty) {
+        let former = std::mem::take(&mut self.chunks);
+        self.buckets = chunks * CHUNK;
+        let mut spare = Vec::new();
+        let mut deferred = Vec::new();
+        for mut chunk in former {
             for bucket in chunk.iter() {
                 for entry in bucket.entries() {
-                    self.put(bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                    let (name, place, state) = (bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                    let home = Self::home(name, self.buckets);
+                    // The old table's last entries may have spilled over its end into the first bucket.
+                    if home / CHUNK > self.chunks.len() + 1 {
+                        deferred.push((name, place, state));
+                        continue;
+                    }
+                    self.put_growing(home, name, place, state, &mut spare);
                 }
             }
+            *chunk = [Bucket::default(); CHUNK];
+            spare.push(chunk);
+        }
+        while self.chunks.len() < chunks {
+            self.chunks.push(spare.pop().unwrap_or_else(empty));
+        }
+        deferred.into_iter().for_each(|(name, place, state)| self.put(name, place, state));
+    }
+
+    /// Puts an entry into a table that has its first chunks only; the next ones come from `spare`.
+    fn put_growing(&mut self, home: usize, name: u64, place: u32, state: State, spare: &mut Vec<Box<Chunk>>) {
+        let mut at = home;
+        loop {
+            while self.chunks.len() <= at / CHUNK {
+                self.chunks.push(spare.pop().unwrap_or_else(empty));
+            }
+            let bucket = self.bucket_mut(at);
+            if let Some(entry) = bucket.free() {
+                return bucket.put(entry, name, place, state);
+            }
+            bucket.spill();
+            at = self.after(at);
         }
     }
 
