@@ -84,6 +84,11 @@ impl Workload {
         prompt
     }
 
+    /// Router hashes of a suffix's whole prompt, its system prompt first.
+    pub fn prompt_of(&self, suffix: Suffix) -> Vec<BlockHash> {
+        prompt_blocks(&self.prompt(suffix), BLOCK_TOKENS)
+    }
+
     pub fn store_suffix(&self, suffix: Suffix) -> Vec<Payload> {
         self.store(suffix.worker, &self.prompt(suffix), SYSTEM_BLOCKS)
     }
