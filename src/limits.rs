@@ -126,3 +126,7 @@ pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
 /// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
 /// ends of its monitor, and a replay now and then.
 pub const RANKS_PER_EVENT_CONTEXT: usize = 200;
+/// Tokens of a `tiktoken.model`; the largest known has 163,584.
+pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
+/// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.
+pub const TIKTOKEN_TOKEN_BYTES_MAX: usize = 4096;

@@ -96,6 +96,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         started_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
     });
 
+    shared.share_encoders();
+
     let for_shards = shared.clone();
     let engine =
         Arc::new(Engine::start(config.engine(), move |context| RouterService::new(for_shards.clone(), context))?);

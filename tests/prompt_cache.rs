@@ -9,6 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use infera_router::hash::prompt_blocks;
+use infera_router::prompt::pool::EncoderPool;
 use infera_router::prompt::{Attempt, EncoderChoice, Endpoint, EngineRules, Prompter, PrompterOptions};
 use serde_json::{Value, json};
 
@@ -53,6 +54,39 @@ const PARTS: [&str; 24] = [
     "e\u{301}",
     " \u{a0}",
 ];
+
+/// Prompts of several long turns, one after the other so that all are cold, with and without helping threads.
+#[test]
+fn helping_threads_change_nothing() {
+    let Some(directory) = directory("qwen3") else { return };
+    let alone = Prompter::load(&directory, PrompterOptions::default()).unwrap();
+    let helped = Prompter::load(&directory, PrompterOptions::default()).unwrap();
+    let pool = std::sync::Arc::new(EncoderPool::start(3).unwrap());
+    let asked = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let (weak, counter) = (std::sync::Arc::downgrade(&pool), asked.clone());
+    helped.set_volunteers(
+        3,
+        std::sync::Arc::new(move |job| {
+            // Every fifth time as with a full queue.
+            let number = counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            number % 5 != 4 && weak.upgrade().is_some_and(|pool| pool.submit(job))
+        }),
+    );
+    let seed = number("INFERA_FUZZ_SEED", 5);
+    let mut random = Random(seed);
+    for round in 0..12 {
+        let turn = |random: &mut Random, role: &str| json!({"role": role, "content": text(random, &["<|im_end|>", "<think>"], 2_000)});
+        let messages: Vec<Value> =
+            (0..8).map(|index| turn(&mut random, if index % 2 == 0 { "user" } else { "assistant" })).collect();
+        let body = json!({"messages": messages}).to_string();
+        let blocks = |prompter: &Prompter| {
+            prompter.blocks_by_size(Endpoint::Chat, EngineRules::Vllm, body.as_bytes(), &BLOCK_SIZES).unwrap()
+        };
+        assert_eq!(blocks(&helped), blocks(&alone), "round {round}, seed {seed}");
+    }
+    assert!(asked.load(std::sync::atomic::Ordering::Relaxed) > 12, "nobody was asked to help");
+    drop(helped);
+}
 
 fn text(random: &mut Random, added: &[&str], parts: usize) -> String {
     let mut text = String::new();

@@ -1,13 +1,15 @@
 //! Differential test: random chat requests through the router and through Python's transformers.
 //!
-//! The reference is `tests/differential/prompt_reference.py`. It needs a Python with `transformers`, named by
-//! `INFERA_REFERENCE_PYTHON`, and the tokenizers of `tests/setup/fetch_tokenizers.sh`; without them the test says
-//! that it did not run. `INFERA_REFERENCE_CASES` (default 300 per tokenizer) and `INFERA_REFERENCE_SEED` widen it.
+//! The reference is `tests/differential/prompt_reference.py`. It needs the Python of `tests/setup/python_clients.sh`
+//! (or another with transformers, named by `INFERA_REFERENCE_PYTHON`) and the tokenizers of
+//! `tests/setup/fetch_tokenizers.sh`; without them the test says that it did not run, and with
+//! `INFERA_REQUIRE_TOKENIZERS=1` it fails. `INFERA_REFERENCE_CASES` (default 100 per tokenizer) and
+//! `INFERA_REFERENCE_SEED` (default: the time) widen it; a failure prints the seed.
 
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -41,18 +43,32 @@ fn difference(prompter: &Prompter, case: &Case) -> Option<String> {
     }
 }
 
+/// Whether a Python is there and has the reference.
+fn has_transformers(python: &Path) -> bool {
+    let mut probe = Command::new(python);
+    probe.args(["-c", "import importlib.util as u; assert u.find_spec('transformers')"]).stderr(Stdio::null());
+    probe.status().is_ok_and(|status| status.success())
+}
+
 fn check(name: &str) {
-    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tokenizers").join(name);
-    let python = std::env::var_os("INFERA_REFERENCE_PYTHON");
-    let (Some(python), true) = (python, directory.join("tokenizer.json").is_file()) else {
-        eprintln!("NOT RUN: the differential test of {name} needs INFERA_REFERENCE_PYTHON and the fetched tokenizer");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let store = std::env::var_os("INFERA_TOKENIZERS_DIR").map_or_else(|| root.join("target/tokenizers"), PathBuf::from);
+    let directory = store.join(name);
+    let installed = root.join("target/python/bin/python");
+    let python = std::env::var_os("INFERA_REFERENCE_PYTHON").map_or(installed, PathBuf::from);
+    if !has_transformers(&python) || !directory.join("tokenizer.json").is_file() {
+        let message = format!(
+            "NOT RUN: the differential test of {name} needs tests/setup/python_clients.sh and fetch_tokenizers.sh"
+        );
+        assert!(std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_none_or(|value| value != "1"), "{message}");
+        eprintln!("{message}");
         return;
-    };
+    }
     let today = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let seed = number("INFERA_REFERENCE_SEED", today);
-    let cases = number("INFERA_REFERENCE_CASES", 300);
+    let cases = number("INFERA_REFERENCE_CASES", 100);
     let prompter = Prompter::load(&directory, PrompterOptions::default()).unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/differential/prompt_reference.py");
+    let script = root.join("tests/differential/prompt_reference.py");
     let mut reference = Command::new(python)
         .arg(script)
         .arg(&directory)

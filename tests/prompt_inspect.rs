@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 
 use infera_router::hash::prompt_blocks;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -47,6 +48,10 @@ fn inspect(directory: &Path, arguments: &[&str], input: &str) -> Vec<Value> {
     String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn check(name: &str) {
     let Some(directory) = tokenizer(name) else { return };
     let golden = root().join("tests/fixtures/golden");
@@ -62,6 +67,10 @@ fn check(name: &str) {
             continue;
         }
         let ids: Vec<u32> = serde_json::from_value(found["ids"].clone()).unwrap();
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        assert_eq!(sha256(&bytes), expected["ids_sha256"], "{}", expected["id"]);
+        assert_eq!(sha256(found["text"].as_str().unwrap().as_bytes()), expected["text_sha256"], "{}", expected["id"]);
+        assert_eq!(found["renderer"], "template", "{}", expected["id"]);
         assert_eq!(ids.len(), expected["n"], "{}", expected["id"]);
         if let Some(text) = expected.get("text") {
             assert_eq!(&found["text"], text, "{}", expected["id"]);
@@ -79,6 +88,16 @@ fn check(name: &str) {
 #[test]
 fn qwen3() {
     check("qwen3");
+}
+
+#[test]
+fn llama_3_1_with_tools() {
+    check("llama3_1_tools");
+}
+
+#[test]
+fn deepseek_v3() {
+    check("deepseek_v3");
 }
 
 #[test]

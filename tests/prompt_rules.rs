@@ -287,7 +287,7 @@ fn models_that_engines_render_by_code_are_refused() {
     let directory = TempDir::new().unwrap();
     write_model(directory.path(), true, json!({"chat_template": "{{ messages[0].content }}", "bos_token": "<s>"}));
     let body = br#"{"messages":[{"role":"user","content":"u"}]}"#;
-    for (architecture, expected) in [("DeepseekV4ForCausalLM", "unsupported"), ("Qwen3ForCausalLM", "")] {
+    for (architecture, expected) in [("DeepseekV32ForCausalLM", "unsupported"), ("Qwen3ForCausalLM", "")] {
         let config = json!({"architectures": [architecture]}).to_string();
         std::fs::write(directory.path().join("config.json"), config).unwrap();
         let prompter = Prompter::load(directory.path(), PrompterOptions::default()).unwrap();

@@ -9,6 +9,8 @@ pub enum Endpoint {
     ChatCompletions,
     /// `POST /v1/completions`: routed by its prompt.
     Completions,
+    /// `POST /v1/responses`: routed by the prompt that its engine makes of it.
+    Responses,
     /// `GET /v1/models`.
     Models,
     /// `GET /v1/models/<id>`.
@@ -43,6 +45,7 @@ pub fn endpoint(method: &Method, target: &str) -> Endpoint {
     match path {
         "/v1/chat/completions" => post(Endpoint::ChatCompletions),
         "/v1/completions" => post(Endpoint::Completions),
+        "/v1/responses" if *method == Method::POST => Endpoint::Responses,
         "/v1/models" => get(Endpoint::Models),
         "/v1/workers" => get(Endpoint::Workers),
         "/health" => get(Endpoint::Health),
@@ -90,6 +93,8 @@ mod tests {
         check(Method::POST, "/metrics", Endpoint::WrongMethod("GET, HEAD"));
         check(Method::GET, "/v1/admin/cache-view/10.0.0.5:30000", Endpoint::CacheView("10.0.0.5:30000".into()));
         check(Method::GET, "/v1/admin/cache-view/%5B::1%5D:80%23dp1", Endpoint::CacheView("[::1]:80#dp1".into()));
+        check(Method::POST, "/v1/responses", Endpoint::Responses);
+        check(Method::GET, "/v1/responses/abc", Endpoint::Forward);
         check(Method::POST, "/v1/embeddings", Endpoint::Forward);
         check(Method::DELETE, "/v1/responses/abc", Endpoint::Forward);
         check(Method::POST, "/v1/admin/unheard-of", Endpoint::Unknown);

@@ -49,8 +49,19 @@ struct Line<'a> {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer {
-    Prompt { id: Option<serde_json::Value>, text: Option<String>, ids: Vec<u32>, blocks: Vec<String> },
-    Refused { id: Option<serde_json::Value>, error: String },
+    Prompt {
+        id: Option<serde_json::Value>,
+        /// `template`, or the encoder in code that rendered a chat; absent for other prompts.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        renderer: Option<&'static str>,
+        text: Option<String>,
+        ids: Vec<u32>,
+        blocks: Vec<String>,
+    },
+    Refused {
+        id: Option<serde_json::Value>,
+        error: String,
+    },
 }
 
 /// Reads stdin to its end; one line out for each line in, blank lines skipped.
@@ -88,24 +99,30 @@ fn inspect(prompter: &Prompter, engine: EngineRules, block_size: usize, line: &s
         Ok(Line { id, body: Some(body) }) => (id, body.get()),
         _ => (None, line),
     };
-    match prompter.tokens(endpoint_of(body), engine, body.as_bytes()) {
+    let endpoint = endpoint_of(body);
+    match prompter.tokens(endpoint, engine, body.as_bytes()) {
         Ok(prompt) => {
             let blocks = prompt.blocks(block_size).hashes.iter().map(|hash| format!("{:016x}", hash.0)).collect();
             let Prompt { text, ids } = prompt;
-            Answer::Prompt { id, text, ids, blocks }
+            let is_chat = endpoint != Endpoint::Completions && text.is_some();
+            let renderer = is_chat.then(|| prompter.chat_renderer(engine));
+            Answer::Prompt { id, renderer, text, ids, blocks }
         }
         Err(refusal) => Answer::Refused { id, error: refusal.to_string() },
     }
 }
 
-/// A body with `messages` is a chat request, any other one a completion.
+/// A body with `messages` is a chat request, one with `input` and no prompt a Responses request, any other a completion.
 fn endpoint_of(body: &str) -> Endpoint {
     #[derive(serde::Deserialize)]
     struct Shape {
         messages: Option<serde::de::IgnoredAny>,
+        prompt: Option<serde::de::IgnoredAny>,
+        input: Option<serde::de::IgnoredAny>,
     }
     match serde_json::from_str::<Shape>(body) {
-        Ok(Shape { messages: Some(_) }) => Endpoint::Chat,
+        Ok(Shape { messages: Some(_), .. }) => Endpoint::Chat,
+        Ok(Shape { prompt: None, input: Some(_), .. }) => Endpoint::Responses,
         _ => Endpoint::Completions,
     }
 }

@@ -3,7 +3,9 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
+use super::ahead::{Ahead, Submit};
 use super::cache::{Extension, Prefix, PrefixCache};
 use super::encoder::Encoder;
 use super::flights::Flights;
@@ -12,6 +14,9 @@ use super::{NoBlocks, PromptBlocks, PromptStats, spare};
 
 /// Pieces from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
 const LONG_PIECE_BYTES: usize = 8 << 10;
+
+/// From so many new bytes on, in more than one piece, other encoder threads are asked to help.
+const SHARED_BYTES_MIN: usize = 64 << 10;
 
 /// Spreads the names of one text's cuts over block sizes.
 const BLOCK_SIZE_FACTOR: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
@@ -24,13 +29,15 @@ pub struct Text {
     pub with_ends: bool,
     /// Text encoded by itself behind it.
     pub suffix: Option<String>,
+    /// Byte offsets in `text`, in order, at which two encodings meet.
+    pub cuts: Vec<usize>,
 }
 
 /// A text whose known beginning was found; what is left to do is encoding.
 #[derive(Debug)]
 pub struct Pending {
     text: Text,
-    pieces: Vec<Piece>,
+    pieces: Arc<[Piece]>,
     starts: Vec<Start>,
 }
 
@@ -55,7 +62,9 @@ impl Pending {
 
 /// Encoder, cutter and cache of one model.
 pub struct BlockMaker {
-    pub encoder: Encoder,
+    pub encoder: Arc<Encoder>,
+    /// Other threads that can be asked to encode, and how many there are.
+    volunteers: OnceLock<(usize, Submit)>,
     splitter: Option<Splitter>,
     cache: Option<PrefixCache>,
     flights: Flights,
@@ -70,7 +79,8 @@ pub struct BlockMaker {
 impl BlockMaker {
     pub fn new(encoder: Encoder, splitter: Option<Splitter>, cache_bytes: usize) -> Self {
         Self {
-            encoder,
+            encoder: Arc::new(encoder),
+            volunteers: OnceLock::new(),
             cache: splitter.as_ref().and_then(|_| PrefixCache::new(cache_bytes)),
             splitter,
             flights: Flights::default(),
@@ -82,6 +92,11 @@ impl BlockMaker {
         }
     }
 
+    /// Lets cold long texts be spread over `threads` other threads; the first call counts.
+    pub fn set_volunteers(&self, threads: usize, submit: Submit) {
+        let _ = self.volunteers.set((threads, submit));
+    }
+
     /// Whether prompts of this model can be cut and remembered.
     pub fn has_cache(&self) -> bool {
         self.cache.is_some()
@@ -89,22 +104,46 @@ impl BlockMaker {
 
     /// Ids of a text in one go, without the cache.
     pub fn ids(&self, text: &Text) -> Result<Vec<u32>, NoBlocks> {
-        let mut ids = self.encoder.encode(&text.text)?;
+        let mut ids = self.encoder.encode_range(&text.text, 0..text.text.len(), &text.cuts)?;
         if text.with_ends {
             let (before, after) = self.encoder.ends();
             ids = [before, &ids, after].concat();
         }
         if let Some(suffix) = &text.suffix {
-            ids.extend(self.encoder.encode(suffix)?);
+            ids.extend(self.suffix_ids(suffix)?);
         }
         Ok(ids)
+    }
+
+    /// Whether a text spells an added token; `None` where that cannot be told.
+    pub fn has_token(&self, text: &str) -> Option<bool> {
+        self.splitter.as_ref().map(|splitter| splitter.has_token(text))
+    }
+
+    /// Byte offsets in a text at which two encodings meet, whatever a tokenizer would make of the whole. `apart`: the
+    /// engine takes the added tokens out first and counts anew behind each.
+    pub fn forced_cuts(&self, text: &str, apart: bool) -> Vec<usize> {
+        match &self.splitter {
+            Some(splitter) if apart && self.encoder.has_forced_cuts() => splitter
+                .stretches(text)
+                .flat_map(|stretch| {
+                    let cuts = self.encoder.forced_cuts(&text[stretch.clone()]);
+                    cuts.into_iter().map(move |cut| stretch.start + cut)
+                })
+                .collect(),
+            _ => self.encoder.forced_cuts(text),
+        }
+    }
+
+    fn suffix_ids(&self, suffix: &str) -> Result<Vec<u32>, NoBlocks> {
+        self.encoder.encode_range(suffix, 0..suffix.len(), &self.encoder.forced_cuts(suffix))
     }
 
     /// Looks for the deepest known cut, for each block size (tokens per block, not 0).
     pub fn prepare(&self, text: Text, block_sizes: &[usize]) -> Pending {
         let pieces = match (&self.splitter, &self.cache) {
             // Ends in front of a text shift its blocks, so texts with and without them are named apart.
-            (Some(splitter), Some(_)) => splitter.pieces(&text.text, self.seed | u64::from(text.with_ends)),
+            (Some(splitter), Some(_)) => splitter.pieces(&text.text, &text.cuts, self.seed | u64::from(text.with_ends)),
             _ => vec![Piece { range: 0..text.text.len(), key_at_end: 0 }],
         };
         let start = |block_size: usize| {
@@ -117,7 +156,7 @@ impl BlockMaker {
         };
         let starts: Vec<Start> = block_sizes.iter().map(|block_size| start(*block_size)).collect();
         self.count_lookup(&starts);
-        Pending { text, pieces, starts }
+        Pending { text, pieces: pieces.into(), starts }
     }
 
     fn count_lookup(&self, starts: &[Start]) {
@@ -132,7 +171,9 @@ impl BlockMaker {
 
     /// Encodes what is new, keeps it, and gives the blocks in the order of the block sizes.
     pub fn finish(&self, pending: Pending) -> Result<Vec<PromptBlocks>, NoBlocks> {
+        let new_bytes = pending.new_bytes();
         let Pending { text, pieces, starts } = pending;
+        let text = Arc::new(text);
         let (before, after) = if text.with_ends { self.encoder.ends() } else { (&[][..], &[][..]) };
         let mut works: Vec<Work> = starts
             .into_iter()
@@ -145,11 +186,21 @@ impl BlockMaker {
             })
             .collect();
         let first = works.iter().map(|work| work.next_piece).min().unwrap_or(pieces.len());
+        let ahead = match self.volunteers.get() {
+            Some((threads, submit)) if new_bytes >= SHARED_BYTES_MIN && first + 1 < pieces.len() => {
+                let volunteers = (*threads).min(pieces.len() - first - 1);
+                Some(Ahead::start(&self.encoder, &text, &pieces, first, volunteers, submit))
+            }
+            _ => None,
+        };
         for (index, piece) in pieces.iter().enumerate().skip(first) {
-            self.encode_piece(&text.text, index, piece, &mut works)?;
+            self.encode_piece(&text, index, piece, ahead.as_deref(), &mut works)?;
         }
-        let suffix = text.suffix.as_ref().map(|suffix| self.encoder.encode(suffix)).transpose()?;
-        spare::give(text.text.into_bytes());
+        drop(ahead);
+        let suffix = text.suffix.as_ref().map(|suffix| self.suffix_ids(suffix)).transpose()?;
+        if let Ok(text) = Arc::try_unwrap(text) {
+            spare::give(text.text.into_bytes());
+        }
         let finished = works.into_iter().map(|mut work| {
             if let Some(cache) = &self.cache {
                 cache.keep(&mut work.extension);
@@ -162,7 +213,14 @@ impl BlockMaker {
         Ok(finished.collect())
     }
 
-    fn encode_piece(&self, text: &str, index: usize, piece: &Piece, works: &mut [Work]) -> Result<(), NoBlocks> {
+    fn encode_piece(
+        &self,
+        text: &Text,
+        index: usize,
+        piece: &Piece,
+        ahead: Option<&Ahead>,
+        works: &mut [Work],
+    ) -> Result<(), NoBlocks> {
         let is_long = piece.range.len() >= LONG_PIECE_BYTES;
         let cache = self.cache.as_ref();
         let lead = match cache {
@@ -175,9 +233,13 @@ impl BlockMaker {
             _ => None,
         };
         if works.iter().all(|work| work.next_piece > index) {
+            ahead.inspect(|ahead| ahead.skip(index));
             return Ok(());
         }
-        let ids = self.encoder.encode(&text[piece.range.clone()])?;
+        let ids = match ahead {
+            Some(ahead) => ahead.ids(index)?,
+            None => self.encoder.encode_range(&text.text, piece.range.clone(), &text.cuts)?,
+        };
         self.tokens_encoded.fetch_add(ids.len() as u64, Ordering::Relaxed);
         for work in works.iter_mut().filter(|work| work.next_piece == index) {
             work.next_piece += 1;

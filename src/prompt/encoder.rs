@@ -3,15 +3,14 @@
 //! Two implementations: `tokenizers` is the reference; `fastokens` takes a fiftieth of its time and is used where it
 //! loads the model and agrees with the reference on a set of hard texts at start. Only the one in use stays in memory.
 
-use std::path::Path;
+use std::ops::Range;
 
 use anyhow::{Context, anyhow};
-use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use super::NoBlocks;
-use super::model_files::ModelFiles;
-use super::self_check;
+use super::model_files::{ModelFiles, TokenizerSource};
+use super::{self_check, tiktoken};
 
 /// Text whose encoding shows what a tokenizer puts around any text.
 const PROBE: &str = "a";
@@ -36,6 +35,8 @@ pub struct Encoder {
     implementation: Implementation,
     /// Ids before and after a text that is encoded with special tokens.
     ends: Ends,
+    /// The engine cuts long texts where tiktoken's wrapper does.
+    has_forced_cuts: bool,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -51,7 +52,7 @@ impl Encoder {
     pub fn load(files: &ModelFiles, choice: EncoderChoice) -> anyhow::Result<Self> {
         let (ends, answers) = on_own_thread(|| {
             let reference = reference(&files.tokenizer)?;
-            let texts = self_check::texts(&read_json(&files.tokenizer)?);
+            let texts = self_check::texts(&files.tokenizer.json()?);
             let answer = |text: String| anyhow::Ok((reference_ids(&reference, &text)?, text));
             let answers = texts.into_iter().map(answer).collect::<anyhow::Result<Vec<_>>>()?;
             Ok((ends(&reference, files)?, answers))
@@ -62,7 +63,7 @@ impl Encoder {
                 Ok(fast) => Some(fast),
                 Err(error) => {
                     tracing::warn!(
-                        tokenizer = %files.tokenizer.display(), %error,
+                        tokenizer = %files.tokenizer.path().display(), %error,
                         "the fast encoder is not used for this model; long new prompts take about 50 times as long to encode"
                     );
                     None
@@ -73,7 +74,7 @@ impl Encoder {
             Some(fast) => Implementation::Fast(Box::new(fast)),
             None => Implementation::Reference(Box::new(reference(&files.tokenizer)?)),
         };
-        Ok(Self { implementation, ends })
+        Ok(Self { implementation, ends, has_forced_cuts: files.tokenizer.is_tiktoken() })
     }
 
     /// Name of the implementation in use, for the log and `inspect`.
@@ -92,6 +93,32 @@ impl Encoder {
         }
     }
 
+    pub fn has_forced_cuts(&self) -> bool {
+        self.has_forced_cuts
+    }
+
+    /// Byte offsets inside a text at which two encodings meet, whatever the tokenizer would make of the whole.
+    pub fn forced_cuts(&self, text: &str) -> Vec<usize> {
+        if self.has_forced_cuts { tiktoken::forced_cuts(text) } else { Vec::new() }
+    }
+
+    /// Ids of a part of a text, each side of a cut encoded by itself. `cuts` are byte offsets in the text, in order.
+    pub fn encode_range(&self, text: &str, range: Range<usize>, cuts: &[usize]) -> Result<Vec<u32>, NoBlocks> {
+        let first = cuts.partition_point(|cut| *cut <= range.start);
+        let inside = cuts[first..].iter().copied().take_while(|cut| *cut < range.end);
+        let (mut start, mut ids) = (range.start, Vec::new());
+        for cut in inside {
+            ids.extend(self.encode(&text[start..cut])?);
+            start = cut;
+        }
+        let last = self.encode(&text[start..range.end])?;
+        if ids.is_empty() {
+            return Ok(last);
+        }
+        ids.extend(last);
+        Ok(ids)
+    }
+
     /// Ids that stand before, and behind, a text that is encoded with special tokens.
     pub fn ends(&self) -> (&[u32], &[u32]) {
         (&self.ends.before, &self.ends.after)
@@ -107,25 +134,21 @@ fn fast_ids(tokenizer: &fastokens::Tokenizer, text: &str) -> Result<Vec<u32>, No
     tokenizer.encode_with_special_tokens(text, false).map_err(|_| NoBlocks::EncodeFailed)
 }
 
-fn reference(path: &Path) -> anyhow::Result<Tokenizer> {
-    let mut tokenizer = Tokenizer::from_file(path)
-        .map_err(anyhow::Error::from_boxed)
-        .with_context(|| format!("loading {}", path.display()))?;
+fn reference(source: &TokenizerSource) -> anyhow::Result<Tokenizer> {
+    let loaded = match source {
+        TokenizerSource::File(path) => Tokenizer::from_file(path).map_err(anyhow::Error::from_boxed),
+        TokenizerSource::Tiktoken(files) => Ok(serde_json::from_value(files.tokenizer_json()?)?),
+    };
+    let mut tokenizer = loaded.with_context(|| format!("loading {}", source.path().display()))?;
     // Limits of a training set-up, not of serving: both engines turn them off.
     tokenizer.with_truncation(None).map_err(anyhow::Error::from_boxed)?.with_padding(None);
     Ok(tokenizer)
 }
 
-/// tokenizer.json as a tree; a large one, to be dropped soon.
-pub fn read_json(path: &Path) -> anyhow::Result<Value> {
-    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-    serde_json::from_slice(&bytes).with_context(|| format!("reading {}", path.display()))
-}
-
 /// The fast implementation, if it loads the model and gives the reference's answer to every text.
-fn fast(path: &Path, answers: &[(Vec<u32>, String)]) -> anyhow::Result<fastokens::Tokenizer> {
+fn fast(source: &TokenizerSource, answers: &[(Vec<u32>, String)]) -> anyhow::Result<fastokens::Tokenizer> {
     without_own_threads();
-    let mut fast = fastokens::Tokenizer::from_json(read_json(path)?).map_err(|error| anyhow!("{error}"))?;
+    let mut fast = fastokens::Tokenizer::from_json(source.json()?).map_err(|error| anyhow!("{error}"))?;
     fast.set_truncation(None);
     fast.set_padding(None);
     for (expected, text) in answers {

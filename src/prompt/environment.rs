@@ -49,6 +49,7 @@ pub fn environment(now: Option<SystemTime>) -> Result<Environment<'static>, Erro
         let text = Value::from(methods::text_of(value).as_ref());
         methods::call(state, &text, "center", &[Value::from(width.unwrap_or(80))])
     });
+    environment.add_filter("attr", attribute);
     environment.add_filter("wordcount", |value: &Value| {
         let text = methods::text_of(value);
         text.split(|char: char| !(char.is_alphanumeric() || char == '_')).filter(|word| !word.is_empty()).count()
@@ -157,6 +158,16 @@ fn escaped(value: &Value) -> String {
     out
 }
 
+/// Jinja's `attr` looks at attributes alone, and a dictionary's members are none.
+fn attribute(value: &Value, name: &str) -> Result<Value, Error> {
+    const METHODS: [&str; 11] =
+        ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
+    match value.kind() {
+        ValueKind::Map if !METHODS.contains(&name) && !name.starts_with("__") => Ok(Value::UNDEFINED),
+        _ => Err(Error::new(ErrorKind::InvalidOperation, "this use of attr cannot be reproduced here")),
+    }
+}
+
 /// `trim(chars=None)`: Python's `strip`.
 fn trim(state: &mut State, value: &Value, chars: Option<Value>) -> Result<Value, Error> {
     let text = Value::from(methods::text_of(value).as_ref());
@@ -164,7 +175,8 @@ fn trim(state: &mut State, value: &Value, chars: Option<Value>) -> Result<Value,
     methods::call(state, &text, "strip", &arguments)
 }
 
-fn strftime(now: Option<SystemTime>, format: &str) -> Result<String, Error> {
+/// The clock as `strftime` of Python prints it, in the time zone of this machine.
+pub fn strftime(now: Option<SystemTime>, format: &str) -> Result<String, Error> {
     let now = now.map_or_else(|| Ok(jiff::Timestamp::now()), jiff::Timestamp::try_from);
     let zoned = now.map(|now| now.to_zoned_datetime(jiff::tz::TimeZone::system()));
     zoned

@@ -43,7 +43,13 @@ fn string_method(text: &str, method: &str, args: &[Value]) -> Result<Option<Valu
         "swapcase" => Value::from(swapped_case(text)),
         "casefold" => Value::from(text.to_lowercase()),
         "isspace" => Value::from(!text.is_empty() && text.chars().all(is_space)),
-        "isdigit" | "isdecimal" => Value::from(!text.is_empty() && text.chars().all(|char| char.is_ascii_digit())),
+        // Which other characters count is for Unicode tables that are not here.
+        "isdigit" | "isdecimal" | "isnumeric" if !text.is_ascii() => {
+            return fail(format!("str.{method} of this text cannot be reproduced here"));
+        }
+        "isdigit" | "isdecimal" | "isnumeric" => {
+            Value::from(!text.is_empty() && text.chars().all(|char| char.is_ascii_digit()))
+        }
         "removeprefix" => {
             let (prefix,): (&str,) = from_args(args)?;
             Value::from(text.strip_prefix(prefix).unwrap_or(text))

@@ -7,6 +7,7 @@ pub mod extract;
 pub mod json;
 pub mod pool;
 
+mod ahead;
 mod block_maker;
 mod cache;
 mod content_form;
@@ -16,10 +17,12 @@ mod flights;
 mod hugging_face;
 mod methods;
 mod model_files;
+mod native;
 mod prompter;
 mod python;
 mod refusal;
 mod request;
+mod responses;
 mod segments;
 mod self_check;
 mod sglang;
@@ -27,6 +30,7 @@ mod spare;
 mod template;
 #[cfg(test)]
 mod template_tests;
+mod tiktoken;
 mod tree;
 mod variant;
 mod vllm;
@@ -35,6 +39,7 @@ use std::sync::Arc;
 
 use crate::hash::{self, BlockHash};
 
+pub use ahead::Submit;
 pub use encoder::EncoderChoice;
 pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
@@ -47,6 +52,8 @@ pub enum Endpoint {
     Chat,
     /// `/v1/completions`
     Completions,
+    /// `/v1/responses`
+    Responses,
 }
 
 /// Whose rules turn messages into the template's input.

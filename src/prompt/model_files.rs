@@ -1,4 +1,4 @@
-//! Reads what a model directory says about prompts: templates, special tokens, BOS and EOS rules.
+//! Reads what a model directory says about prompts: tokenizer, templates, special tokens, BOS and EOS rules.
 //!
 //! The only file reader of the prompt side besides the tokenizer itself; runs once, at load.
 
@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use serde_json::{Map, Value};
 
+use super::tiktoken::TiktokenFiles;
+
 /// Largest companion file that is read, bytes; tokenizer_config.json of large vocabularies takes about 1 MB.
 const FILE_BYTES_MAX: u64 = 32 << 20;
 
@@ -14,10 +16,19 @@ const FILE_BYTES_MAX: u64 = 32 << 20;
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// What a directory holds besides tokenizer.json.
-#[derive(Debug, Default)]
+/// Where the tokenizer comes from.
+#[derive(Debug)]
+pub enum TokenizerSource {
+    /// A tokenizer.json.
+    File(PathBuf),
+    /// Ranks, and what is known about their model.
+    Tiktoken(TiktokenFiles),
+}
+
+/// What a model directory says about prompts.
+#[derive(Debug)]
 pub struct ModelFiles {
-    pub tokenizer: PathBuf,
+    pub tokenizer: TokenizerSource,
     /// (name, source); a single unnamed template is called `default`.
     pub templates: Vec<(String, String)>,
     /// (variable, text), only those that are set.
@@ -26,6 +37,35 @@ pub struct ModelFiles {
     pub adds: Option<AddedEnds>,
     /// First entry of config.json's `architectures`.
     pub architecture: Option<String>,
+    /// config.json's `model_type`.
+    pub model_type: Option<String>,
+    /// The model's own DeepSeek-V4 encoder knows the efforts low, high and max, not high and max alone.
+    pub deepseek_v4_has_three_efforts: bool,
+}
+
+impl TokenizerSource {
+    /// tokenizer.json as a tree; a large one, to be dropped soon.
+    pub fn json(&self) -> anyhow::Result<Value> {
+        match self {
+            TokenizerSource::Tiktoken(files) => files.tokenizer_json(),
+            TokenizerSource::File(path) => {
+                let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+                serde_json::from_slice(&bytes).with_context(|| format!("reading {}", path.display()))
+            }
+        }
+    }
+
+    /// For the log.
+    pub fn path(&self) -> &Path {
+        match self {
+            TokenizerSource::File(path) => path,
+            TokenizerSource::Tiktoken(files) => files.path(),
+        }
+    }
+
+    pub fn is_tiktoken(&self) -> bool {
+        matches!(self, TokenizerSource::Tiktoken(_))
+    }
 }
 
 /// Whether BOS and EOS go around plain text.
@@ -40,8 +80,11 @@ impl ModelFiles {
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         let is_directory = path.is_dir();
         let directory = if is_directory { path } else { path.parent().unwrap_or(Path::new(".")) };
-        let tokenizer = if is_directory { path.join("tokenizer.json") } else { path.to_owned() };
+        let file = if is_directory { path.join("tokenizer.json") } else { path.to_owned() };
         let config = json_object(&directory.join("tokenizer_config.json"))?.unwrap_or_default();
+        let is_ranks = path.file_name().is_some_and(|name| name == "tiktoken.model");
+        let ranks = if file.is_file() && !is_ranks { None } else { TiktokenFiles::read(directory, &config)? };
+        let tokenizer = ranks.map_or(TokenizerSource::File(file), TokenizerSource::Tiktoken);
         let map = json_object(&directory.join("special_tokens_map.json"))?.unwrap_or_default();
         let model = json_object(&directory.join("config.json"))?.unwrap_or_default();
         let architectures = model.get("architectures").and_then(|list| list.get(0));
@@ -62,6 +105,8 @@ impl ModelFiles {
                 .collect(),
             adds,
             architecture: architectures.and_then(Value::as_str).map(str::to_owned),
+            model_type: model.get("model_type").and_then(Value::as_str).map(str::to_owned),
+            deepseek_v4_has_three_efforts: has_three_efforts(&directory.join("encoding/encoding_dsv4.py"))?,
         })
     }
 
@@ -69,6 +114,12 @@ impl ModelFiles {
     pub fn special_token(&self, name: &str) -> Option<&str> {
         self.special_tokens.iter().find(|(known, _)| known == name).map(|(_, text)| text.as_str())
     }
+}
+
+/// As SGLang tells the two kinds of DeepSeek-V4 encoders apart (`chat_encoding.py` of 0.5.18).
+fn has_three_efforts(encoder: &Path) -> anyhow::Result<bool> {
+    let text = read_text(encoder)?.unwrap_or_default();
+    Ok(text.contains("REASONING_EFFORT_PROMPTS") && text.contains("DEFAULT_REASONING_EFFORT"))
 }
 
 fn read_text(path: &Path) -> anyhow::Result<Option<String>> {

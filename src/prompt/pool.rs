@@ -58,6 +58,11 @@ impl EncoderPool {
         }
     }
 
+    /// Threads of the pool.
+    pub fn threads(&self) -> usize {
+        self.threads.len()
+    }
+
     /// Jobs waiting, for a gauge.
     pub fn queued(&self) -> usize {
         self.queue.as_ref().map_or(0, Sender::len)

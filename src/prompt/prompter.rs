@@ -3,20 +3,21 @@
 use std::path::Path;
 use std::time::SystemTime;
 
-use crate::limits::PROMPT_CACHE_BYTES;
+use crate::limits::{PROMPT_CACHE_BYTES, RENDERED_BYTES_MAX};
 
 use super::block_maker::{BlockMaker, Pending, Text};
-use super::encoder::{Encoder, EncoderChoice, on_own_thread, read_json};
+use super::encoder::{Encoder, EncoderChoice, on_own_thread};
+use super::environment::strftime;
 use super::model_files::ModelFiles;
+use super::native::Native;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
 use super::template::ChatTemplate;
 use super::tree::Tree;
 use super::variant::Variant;
-use super::{Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, PromptStats, hugging_face, sglang, vllm};
-
-/// Parts of the names of architectures whose engines build chat prompts in code (both engines, by their sources).
-const RENDERED_BY_CODE: [&str; 3] = ["DeepseekV32", "DeepseekV4", "KimiK3"];
+use super::{
+    Endpoint, EngineRules, NoBlocks, Prompt, PromptBlocks, PromptStats, Submit, hugging_face, responses, sglang, vllm,
+};
 
 const WARM_UP_TEXT: &str = "Warm-up: the quick brown fox, 123 + 4.5, naïve 你好 😀\n\tfn main() {}";
 
@@ -81,8 +82,8 @@ pub struct Prompter {
     maker: BlockMaker,
     templates: Vec<(String, Result<ChatTemplate, String>)>,
     special_tokens: Vec<(String, String)>,
-    /// The engines render this model's chats by code of their own, not by a template.
-    is_rendered_by_code: bool,
+    /// How this model's chats are rendered where an engine does it by code of its own, not by a template.
+    native: Option<Native>,
     /// Of `options.chat_template_kwargs`: what workers that say nothing of their own are taken to render.
     fleet_variant: Variant,
     options: PrompterOptions,
@@ -93,16 +94,23 @@ impl Prompter {
     /// here does not fail the load: it is logged once, and chat requests are routed without prefix credit.
     pub fn load(path: &Path, options: PrompterOptions) -> anyhow::Result<Self> {
         let files = ModelFiles::read(path)?;
-        let splitter = on_own_thread(|| Ok(Splitter::of_tokenizer(&read_json(&files.tokenizer)?)))?;
+        let splitter = on_own_thread(|| Ok(Splitter::of_tokenizer(&files.tokenizer.json()?)))?;
         let encoder = Encoder::load(&files, options.encoder)?;
         let maker = BlockMaker::new(encoder, splitter, options.cache_bytes);
         tracing::info!(
-            tokenizer = %files.tokenizer.display(),
+            tokenizer = %files.tokenizer.path().display(),
             encoder = maker.encoder.name(),
             templates = files.templates.len(),
             prefix_cache = maker.has_cache(),
             "tokenizer loaded"
         );
+        let native = Native::of_model(&files);
+        if let Some(native) = native {
+            tracing::info!(encoder = native.name(), "chats of this model are rendered by code, not by a template");
+        }
+        if let Some(Native::Refused(what)) = native {
+            tracing::warn!("{what} are not rendered here; they are routed by load");
+        }
         let templates = files.templates.into_iter().map(|(name, source)| {
             let compiled = ChatTemplate::compile(&source, options.now).map_err(|error| error.to_string());
             if let Err(error) = &compiled {
@@ -114,15 +122,10 @@ impl Prompter {
             }
             (name, compiled)
         });
-        let architecture = files.architecture.as_deref().unwrap_or_default();
-        let is_rendered_by_code = RENDERED_BY_CODE.iter().any(|name| architecture.contains(name));
-        if is_rendered_by_code {
-            tracing::warn!(architecture, "chats of this model are not rendered here; they are routed by load");
-        }
         let fleet_variant = Variant::of(&options.chat_template_kwargs)?;
         Ok(Self {
             maker,
-            is_rendered_by_code,
+            native,
             fleet_variant,
             templates: templates.collect(),
             special_tokens: files.special_tokens,
@@ -201,6 +204,11 @@ impl Prompter {
         self.maker.finish(pending.0)
     }
 
+    /// Lets cold long texts be spread over `threads` other threads, which `submit` hands jobs to; the first call counts.
+    pub fn set_volunteers(&self, threads: usize, submit: Submit) {
+        self.maker.set_volunteers(threads, submit);
+    }
+
     /// Makes the encoder build what it keeps for each thread; the first text of a thread takes some 20 ms more without
     /// it. To be called on every thread that encodes, before it serves.
     pub fn warm_up(&self) {
@@ -218,6 +226,14 @@ impl Prompter {
         self.maker.encoder.name()
     }
 
+    /// How chats are rendered for this engine: `template`, or the name of an encoder in code.
+    pub fn chat_renderer(&self, engine: EngineRules) -> &'static str {
+        match self.native.filter(|native| native.applies(engine, Endpoint::Chat)) {
+            Some(native) => native.name(),
+            None => "template",
+        }
+    }
+
     fn rendered(
         &self,
         endpoint: Endpoint,
@@ -233,24 +249,32 @@ impl Prompter {
         if body.truncate_prompt_tokens.is_some() || body.prompt_embeds.is_some() {
             return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
         }
-        match endpoint {
-            Endpoint::Chat => self.chat(engine, variant, body, text.len()),
+        let mut rendered = match endpoint {
             Endpoint::Completions => self.completion(engine, body),
+            Endpoint::Chat => self.chat(endpoint, engine, variant, body, text.len()),
+            Endpoint::Responses => {
+                self.chat(endpoint, engine, variant, responses::chat_body(body, engine)?, text.len())
+            }
+        }?;
+        if rendered.cuts.is_empty() {
+            // vLLM goes through transformers, which takes added tokens out before the model's own encoder sees a text.
+            rendered.cuts = self.maker.forced_cuts(&rendered.text, engine == EngineRules::Vllm);
         }
-        .map(Rendered::Text)
+        Ok(Rendered::Text(rendered))
     }
 
     fn chat(
         &self,
+        endpoint: Endpoint,
         engine: EngineRules,
         variant: &Variant,
         mut body: Body<'_>,
         body_bytes: usize,
     ) -> Result<Text, NoBlocks> {
-        if self.is_rendered_by_code {
-            return Err(NoBlocks::Unsupported("a model whose chats are rendered by code"));
-        }
         let with_ends = engine == EngineRules::Vllm && boolean(body.add_special_tokens.as_ref(), false)?;
+        if let Some(native) = self.native.filter(|native| native.applies(engine, endpoint)) {
+            return self.native_chat(native, endpoint, engine, variant, body, with_ends);
+        }
         let own_template = match body.chat_template.take() {
             Some(Tree::Text(source)) if self.options.allow_request_chat_template => {
                 let compiled = ChatTemplate::compile(&source, self.options.now);
@@ -271,7 +295,32 @@ impl Prompter {
         // Encoded by itself behind the rendering, as the engine does it.
         let suffix = conversation.suffix.as_ref().map(|suffix| suffix.to_string());
         let text = hugging_face::render(template, &self.special_tokens, conversation, body_bytes)?;
-        Ok(Text { text, with_ends, suffix })
+        Ok(Text { text, with_ends, suffix, cuts: Vec::new() })
+    }
+
+    fn native_chat(
+        &self,
+        native: Native,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: &Variant,
+        body: Body<'_>,
+        with_ends: bool,
+    ) -> Result<Text, NoBlocks> {
+        let now = self.options.now;
+        let date = || strftime(now, "%Y-%m-%d").map_err(|error| NoBlocks::TemplateFailed(error.to_string()));
+        let rendered = native.render(engine, endpoint, body, variant, &self.options, date)?;
+        if rendered.text.len() > RENDERED_BYTES_MAX {
+            return Err(NoBlocks::TooLong);
+        }
+        let spells_token =
+            |range: &std::ops::Range<usize>| self.maker.has_token(&rendered.text[range.clone()]) != Some(false);
+        if rendered.foreign.iter().any(spells_token) {
+            return Err(NoBlocks::Unsupported("text that spells a special token"));
+        }
+        // SGLang encodes what its DeepSeek-V4 encoder gives it with the tokenizer's own ends.
+        let with_ends = with_ends || engine == EngineRules::Sglang;
+        Ok(Text { text: rendered.text, with_ends, suffix: rendered.suffix, cuts: rendered.cuts })
     }
 
     fn conversation<'a>(
@@ -310,7 +359,7 @@ impl Prompter {
             prompt => prompt,
         };
         match first {
-            Some(Tree::Text(text)) => Ok(Text { text: text.into_owned(), with_ends, suffix: None }),
+            Some(Tree::Text(text)) => Ok(Text { text: text.into_owned(), with_ends, suffix: None, cuts: Vec::new() }),
             _ => Err(NoBlocks::NoPrompt),
         }
     }
@@ -340,7 +389,7 @@ pub(super) fn token_ids(body: &[u8]) -> Result<Prompt, NoBlocks> {
     let body = Body::read(text)?;
     match given_ids(&body, EngineRules::Sglang) {
         Some(ids) => Ok(Prompt { text: None, ids }),
-        None if body.messages.is_none() && body.prompt.is_none() => Err(NoBlocks::NoPrompt),
+        None if body.messages.is_none() && body.prompt.is_none() && body.input.is_none() => Err(NoBlocks::NoPrompt),
         None => Err(NoBlocks::NoTokenizer),
     }
 }

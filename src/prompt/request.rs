@@ -46,6 +46,16 @@ pub struct Body<'a> {
     pub truncate_prompt_tokens: Option<Tree<'a>>,
     pub prompt_embeds: Option<Tree<'a>>,
     pub suffix: Option<Tree<'a>>,
+    pub response_format: Option<Tree<'a>>,
+    /// SGLang: a task of the model's own, for DeepSeek-V4.
+    pub task: Option<Tree<'a>>,
+    /// Responses: what is to be answered, and what stands before it.
+    pub input: Option<Tree<'a>>,
+    pub instructions: Option<Tree<'a>>,
+    /// Responses: names of what the engine keeps.
+    pub previous_response_id: Option<Tree<'a>>,
+    pub previous_input_messages: Option<Tree<'a>>,
+    pub conversation: Option<Tree<'a>>,
 }
 
 impl<'a> Body<'a> {
@@ -81,6 +91,13 @@ impl<'a> Body<'a> {
             "truncate_prompt_tokens" => &mut self.truncate_prompt_tokens,
             "prompt_embeds" => &mut self.prompt_embeds,
             "suffix" => &mut self.suffix,
+            "response_format" => &mut self.response_format,
+            "task" => &mut self.task,
+            "input" => &mut self.input,
+            "instructions" => &mut self.instructions,
+            "previous_response_id" => &mut self.previous_response_id,
+            "previous_input_messages" => &mut self.previous_input_messages,
+            "conversation" => &mut self.conversation,
             _ => return reader.skip(),
         };
         *slot = Some(Tree::read(reader)?).filter(|value| !value.is_null());

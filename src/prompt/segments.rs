@@ -77,9 +77,37 @@ impl Splitter {
         found.map(|at| from + at)
     }
 
-    /// The pieces of a text, in order, without gaps; the last one ends with the text. `seed` names what else the
-    /// ids depend on.
-    pub fn pieces(&self, text: &str, seed: u64) -> Vec<Piece> {
+    /// Next added token at or behind `from`.
+    fn next_token(&self, text: &str, mut from: usize) -> Option<Range<usize>> {
+        while let Some(at) = self.candidate(text.as_bytes(), from) {
+            if let Some(token) = self.tokens.find(Input::new(text).range(at..).anchored(Anchored::Yes)) {
+                return Some(token.range());
+            }
+            from = at + 1;
+        }
+        None
+    }
+
+    /// Whether a text spells an added token.
+    pub fn has_token(&self, text: &str) -> bool {
+        self.next_token(text, 0).is_some()
+    }
+
+    /// What lies between a text's added tokens.
+    pub fn stretches<'t>(&'t self, text: &'t str) -> impl Iterator<Item = Range<usize>> + 't {
+        let mut from = Some(0);
+        std::iter::from_fn(move || {
+            let start = from?;
+            let token = self.next_token(text, start);
+            let end = token.as_ref().map_or(text.len(), |token| token.start);
+            from = token.map(|token| token.end);
+            Some(start..end)
+        })
+    }
+
+    /// The pieces of a text, in order, without gaps; the last one ends with the text. `cuts` are byte offsets, in
+    /// order, at which two encodings meet: no token lies across one. `seed` names what else the ids depend on.
+    pub fn pieces(&self, text: &str, cuts: &[usize], seed: u64) -> Vec<Piece> {
         let bytes = text.as_bytes();
         let mut pieces = Vec::with_capacity(bytes.len() / 1024 + 4);
         let mut key = u128::from(seed);
@@ -89,15 +117,20 @@ impl Splitter {
                 from = at + 1;
                 continue;
             };
+            if cuts.get(cuts.partition_point(|cut| *cut <= at)).is_some_and(|cut| *cut < token.end()) {
+                from = at + 1;
+                continue;
+            }
             if at >= start + PIECE_BYTES_MIN.max(start / PIECE_DEPTH_DIVISOR) {
-                key = chained(key, &bytes[start..at]);
+                key = with_cuts(chained(key, &bytes[start..at]), cuts, start..at);
                 pieces.push(Piece { range: start..at, key_at_end: key });
                 start = at;
             }
             from = token.end();
         }
         if start < bytes.len() || pieces.is_empty() {
-            pieces.push(Piece { range: start..bytes.len(), key_at_end: chained(key, &bytes[start..]) });
+            let key_at_end = with_cuts(chained(key, &bytes[start..]), cuts, start..bytes.len());
+            pieces.push(Piece { range: start..bytes.len(), key_at_end });
         }
         pieces
     }
@@ -110,6 +143,12 @@ fn chained(before: u128, piece: &[u8]) -> u128 {
     bytes[..16].copy_from_slice(&before.to_le_bytes());
     bytes[16..].copy_from_slice(&xxh3_128_with_seed(piece, before as u64).to_le_bytes());
     xxh3_128(&bytes)
+}
+
+/// The name of a piece in which encodings meet tells where.
+fn with_cuts(key: u128, cuts: &[usize], piece: Range<usize>) -> u128 {
+    let inside = cuts[cuts.partition_point(|cut| *cut <= piece.start)..].iter().take_while(|cut| **cut < piece.end);
+    inside.fold(key, |key, cut| chained(key, &(cut - piece.start).to_le_bytes()))
 }
 
 /// Metaspace with `first` puts its mark only in front of the whole text, so a piece would get one too many.
@@ -141,10 +180,10 @@ mod tests {
         let splitter = splitter(&["<|a|>", "<|a|>b", "<x"]).unwrap();
         let long = "t".repeat(200);
         let text = format!("<|a|>{long}<|a|>b<|a|>{long}<y{long}<x");
-        let ranges: Vec<_> = splitter.pieces(&text, 0).into_iter().map(|piece| &text[piece.range]).collect();
+        let ranges: Vec<_> = splitter.pieces(&text, &[], 0).into_iter().map(|piece| &text[piece.range]).collect();
         assert_eq!(ranges, [format!("<|a|>{long}"), format!("<|a|>b<|a|>{long}<y{long}"), "<x".to_owned()]);
         assert_eq!(ranges.concat(), text);
-        assert_eq!(splitter.pieces("", 0).len(), 1);
+        assert_eq!(splitter.pieces("", &[], 0).len(), 1);
     }
 
     #[test]
@@ -152,11 +191,27 @@ mod tests {
         let splitter = splitter(&["<|a|>"]).unwrap();
         let part = format!("<|a|>{}", "u".repeat(150));
         let (two, three) = (part.repeat(2), part.repeat(3));
-        let keys =
-            |text: &str, seed| splitter.pieces(text, seed).iter().map(|piece| piece.key_at_end).collect::<Vec<_>>();
+        let keys = |text: &str, seed| {
+            splitter.pieces(text, &[], seed).iter().map(|piece| piece.key_at_end).collect::<Vec<_>>()
+        };
         assert_eq!(keys(&two, 1), keys(&three, 1)[..2]);
         assert_ne!(keys(&two, 1)[0], keys(&two, 2)[0]);
         assert_ne!(keys(&three, 1)[1], keys(&three, 1)[2]);
+    }
+
+    #[test]
+    fn where_encodings_meet_is_part_of_a_name_and_no_token_lies_across() {
+        let splitter = splitter(&["<|a|>"]).unwrap();
+        let text = format!("{}<|a|>{}", "t".repeat(200), "u".repeat(200));
+        let keys =
+            |cuts: &[usize]| splitter.pieces(&text, cuts, 0).iter().map(|piece| piece.key_at_end).collect::<Vec<_>>();
+        assert_eq!(keys(&[]).len(), 2);
+        assert_eq!(keys(&[]), keys(&[200]), "a cut where pieces meet anyway");
+        assert_eq!(keys(&[202]).len(), 1, "a cut inside of a token");
+        assert_eq!(keys(&[])[0], keys(&[300])[0]);
+        assert_ne!(keys(&[])[1], keys(&[300])[1]);
+        assert_ne!(keys(&[301])[1], keys(&[300])[1]);
+        assert!(splitter.has_token(&text) && !splitter.has_token("<|a| ><|b|>"));
     }
 
     #[test]

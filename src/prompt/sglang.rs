@@ -65,7 +65,7 @@ fn split_last_assistant<'a>(turns: &mut Vec<Map<'a>>, continued: bool) -> Option
     None
 }
 
-fn variables<'a>(
+pub(super) fn variables<'a>(
     kwargs: Option<Tree<'a>>,
     reasoning: Option<Tree<'a>>,
     effort: Option<Tree<'a>>,
@@ -132,7 +132,7 @@ fn is_on(value: &Tree<'_>) -> bool {
     }
 }
 
-fn normalised(mut message: Map<'_>, form: ContentForm) -> Result<Map<'_>, NoBlocks> {
+pub(super) fn normalised(mut message: Map<'_>, form: ContentForm) -> Result<Map<'_>, NoBlocks> {
     let role = match message.take("role") {
         Some(Tree::Text(role)) => role.to_ascii_lowercase(),
         _ => return Err(NoBlocks::BadJson),

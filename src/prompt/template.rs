@@ -92,20 +92,36 @@ fn refusal(error: &Error) -> NoBlocks {
     NoBlocks::TemplateFailed(error.to_string())
 }
 
-/// Refuses the two things that would render here, but otherwise than in Python: a newline behind `{% raw %}`, which
-/// Jinja keeps, and a `{% with %}` of several variables, which Jinja evaluates outside of each other.
+/// Refuses what would render here, but otherwise than in Python: a newline behind `{% raw %}`, which Jinja keeps; a
+/// `{% with %}` of several variables, which Jinja evaluates outside of each other; a macro's default that names another
+/// parameter; and the escapes `\U` and `\N`.
 fn refuse_unlike(source: &str) -> Result<(), Error> {
+    if source.contains("\\U") || source.contains("\\N{") {
+        return Err(Error::new(ErrorKind::SyntaxError, "the escapes \\U and \\N cannot be reproduced here"));
+    }
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
         rest = &rest[start + 2..];
         let Some((tag, after)) = rest.split_once("%}") else { break };
         let words = tag.trim_matches(|char: char| char.is_whitespace() || char == '-' || char == '+');
         let raw_line = words == "raw" && !tag.ends_with('-') && after.starts_with('\n');
-        if raw_line || (words.starts_with("with ") && words.contains(',')) {
+        let with_several = words.starts_with("with ") && words.contains(',');
+        if raw_line || with_several || (words.starts_with("macro ") && has_default_of_parameter(words)) {
             return Err(Error::new(ErrorKind::SyntaxError, format!("{{% {words} %}} cannot be reproduced here")));
         }
     }
     Ok(())
+}
+
+/// Whether a macro's parameter has another one as its default.
+fn has_default_of_parameter(tag: &str) -> bool {
+    let Some((_, parameters)) = tag.split_once('(') else { return false };
+    let parts = parameters.trim_end_matches(')').split(',').map(|part| {
+        let (name, default) = part.split_once('=').unwrap_or((part, ""));
+        (name.trim(), default.trim())
+    });
+    let parts: Vec<(&str, &str)> = parts.collect();
+    parts.iter().any(|(_, default)| !default.is_empty() && parts.iter().any(|(name, _)| name == default))
 }
 
 /// Hugging Face's `{% generation %}` only marks text for training masks: a plain scope renders the same.

@@ -103,8 +103,13 @@ fn normalised<'a>(mut message: Map<'a>, form: ContentForm, options: &PrompterOpt
     let content = content_parts(message.take("content"), role == "system")?;
     let mut out = Map(vec![("role".into(), Tree::Text(role.clone()))]);
     // A tool's parts become one string in either form: templates handle nothing else there.
-    let form = if role == "tool" { ContentForm::Text } else { form };
-    out.set("content", joined(content, form));
+    let content = match (&*role, form) {
+        ("tool", ContentForm::Parts) => {
+            Tree::text(content.iter().map(|(text, _)| &**text).collect::<Vec<_>>().join("\n"))
+        }
+        (_, form) => joined(content, form),
+    };
+    out.set("content", content);
     match &*role {
         "assistant" => {
             if let Some(calls) = message.take("tool_calls").filter(|calls| !calls.is_null()) {

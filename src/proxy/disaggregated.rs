@@ -21,14 +21,11 @@ use crate::route::{self, Policy, Topology};
 use crate::worker::Role;
 
 /// The request as an endpoint that two legs can serve.
-pub(super) fn endpoint_of(endpoint: &Endpoint, request: &Request) -> Option<PdEndpoint> {
+pub(super) fn endpoint_of(endpoint: &Endpoint) -> Option<PdEndpoint> {
     match endpoint {
         Endpoint::ChatCompletions => Some(PdEndpoint::Chat),
         Endpoint::Completions => Some(PdEndpoint::Completions),
-        Endpoint::Forward if request.method == http::Method::POST => {
-            let path = request.target.split('?').next().unwrap_or_default();
-            (path == PdEndpoint::Responses.path()).then_some(PdEndpoint::Responses)
-        }
+        Endpoint::Responses => Some(PdEndpoint::Responses),
         _ => None,
     }
 }

@@ -111,7 +111,7 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
     let mode = service.shared.settings.disaggregation.mode;
     let named = Named::of(mode, &request.head, &service.view().fleet)?;
     let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::default() };
-    if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint, &request) {
+    if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint) {
         let view = service.view();
         if disaggregated::is_pair(&view.fleet, named_model(&view.fleet, &route.model), &route.named) {
             return Ok(Served::ByAPair(endpoint, route, request));
@@ -211,7 +211,9 @@ fn requested(endpoint: &Endpoint, request: &Request) -> Result<(String, u32), Ap
         return Ok((forwarded_model(request), 1));
     }
     let fields = RoutingFields::parse(&request.body).map_err(|error| ApiError::BadRequest(error.to_string()))?;
-    Ok((fields.model.map(|model| model.into_owned()).unwrap_or_default(), fields.samples.count()))
+    // A Responses request has one sample: `n` means nothing there.
+    let samples = if *endpoint == Endpoint::Responses { 1 } else { fields.samples.count() };
+    Ok((fields.model.map(|model| model.into_owned()).unwrap_or_default(), samples))
 }
 
 /// Paths that the router does not know: the model is where the body's form has it, else in the query. A body

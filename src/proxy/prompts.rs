@@ -92,6 +92,7 @@ pub(super) async fn hash(
     }
     let endpoint = match endpoint {
         Endpoint::ChatCompletions => prompt::Endpoint::Chat,
+        Endpoint::Responses => prompt::Endpoint::Responses,
         _ => prompt::Endpoint::Completions,
     };
     let started = Instant::now();

@@ -78,7 +78,11 @@ impl RouterService {
             Endpoint::Metrics => self.ask(ControlAsk::Metrics).await,
             Endpoint::CacheView(worker_id) => self.cache_view(worker_id, &request.target).await,
             Endpoint::WrongMethod(allow) => ApiError::WrongMethod { allow }.into_response(),
-            Endpoint::Unknown | Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Forward => {
+            Endpoint::Unknown
+            | Endpoint::ChatCompletions
+            | Endpoint::Completions
+            | Endpoint::Responses
+            | Endpoint::Forward => {
                 let path = request.target.split('?').next().unwrap_or_default();
                 ApiError::NotFound(format!("no such path: {} {path}", request.method)).into_response()
             }
@@ -133,7 +137,8 @@ impl RouterService {
 impl Service for RouterService {
     async fn call(&self, request: Request, responder: &mut Responder) {
         match api::endpoint(&request.method, &request.target) {
-            endpoint @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Forward) => {
+            endpoint
+            @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward) => {
                 exchange::serve(self, endpoint, request, responder).await;
             }
             endpoint => {

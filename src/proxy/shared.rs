@@ -120,6 +120,18 @@ pub struct Shared {
 }
 
 impl Shared {
+    /// Lets the encoder threads help each other with one long cold prompt.
+    pub fn share_encoders(self: &Arc<Self>) {
+        // Weak: the prompter is part of what it would hold.
+        let shared = Arc::downgrade(self);
+        let submit =
+            move |job: Box<dyn FnOnce() + Send>| shared.upgrade().is_some_and(|shared| shared.encoders.submit(job));
+        let others = self.encoders.threads().saturating_sub(1);
+        if let Some(prompter) = self.prompter.as_ref().filter(|_| others > 0) {
+            prompter.set_volunteers(others, Arc::new(submit));
+        }
+    }
+
     pub fn now_ns(&self) -> u64 {
         self.epoch.elapsed().as_nanos() as u64
     }

@@ -113,6 +113,90 @@ TEMPLATES = r'''
 {{ 1 if missing else 2 }}|{% if missing %}a{% else %}b{% endif %}|{% for x in missing %}x{% endfor %}|{{ missing | length }}|{{ missing == none }}|{{ missing | list }}
 {{ missing() }}
 {{ 'ß'.upper() }}|{{ 'İ'.lower() | length }}|{{ 'ﬁ'.upper() }}|{{ 'ΑΣ'.lower() }}|{{ '\u00a0x\u001f'.strip() }}
+{{ d | attr('b') }}|{{ messages | map(attribute='tool_calls.0.function.name', default='-') | list }}|{{ messages | map(attribute='content') | map('length') | list }}
+{{ d | dictsort(by='key', reverse=true) }}
+{{ {'b': 1, 'A': 2, 'c': 0} | dictsort }}
+{{ {'b': 1, 'a': 2} | dictsort(by='value') }}
+{{ {'b': 1, 'A': 2} | dictsort(true) }}
+{{ [{'n': 1, 'g': 'x'}, {'n': 2, 'g': 'y'}, {'n': 3, 'g': 'x'}] | sum(attribute='n') }}|{% for g, items in [{'n': 1, 'g': 'x'}, {'n': 2, 'g': 'y'}, {'n': 3, 'g': 'x'}] | groupby('g') %}{{ g }}:{{ items | map(attribute='n') | join(',') }};{% endfor %}
+{{ [{'n': 3}, {'n': 1}] | sort(attribute='n') }}
+{{ [{'n': 3}, {'n': 1}] | max(attribute='n') }}
+{{ ['b', 'A', 'a'] | unique | list }}
+{{ ['b', 'A', 'a'] | unique(true) | list }}
+{{ ['b', 'A'] | sort(true, true) }}
+{% macro m() %}{{ varargs }}{{ kwargs }}{{ m.name }}{% endmacro %}{{ m(1, 2, x=3) }}
+{% macro outer(items) %}{% for i in items %}{{ caller(i) }}{% endfor %}{% endmacro %}{% call(i) outer([1, 2]) %}<{{ i }}>{% endcall %}
+{% macro a(x, y=x) %}{{ x }}{{ y }}{% endmacro %}{{ a(1) }}
+{% for x in [1, [2, [3]]] recursive %}{% if x is iterable %}({{ loop(x) }}){% else %}{{ x }}@{{ loop.depth }}{% endif %}{% endfor %}
+{% for a in [1, 2] %}{% for b in 'xy' %}{{ loop.parent is defined }}{{ loop.index }}{% endfor %}{% set outer = loop %}{{ outer.index }}{% endfor %}
+{% for k, v in {'a': 1, 'b': [1, 2]}.items() if v is number %}{{ k }}{{ v }}{% else %}-{% endfor %}|{% for i in range(5) if i % 2 %}{{ i }}{{ loop.last }}{% endfor %}
+{% set ns = namespace({'a': 1}, b=2) %}{{ ns.a }}{{ ns.b }}{% set ns.c %}block{% endset %}{{ ns.c }}|{{ ns['a'] }}
+{% set x | upper %}abc{% endset %}{{ x }}|{% filter replace('a', 'b') | upper %}aXa{% endfilter %}
+{{ '{:>5}|{:<4}|{:^5}|{:05.1f}'.format('a', 'b', 'c', 3.14159) }}
+{{ '{!r}'.format('q') }}
+{{ '{:,}'.format(1234567) }}
+{{ 'abc'.encode() }}
+{{ 'a,b'.split(',', maxsplit=0) }}|{{ 'a b  c'.split(' ') }}|{{ 'a\x1cb'.splitlines() }}|{{ 'a\x0bb\x85c\u2028d'.splitlines() }}|{{ 'aXXb'.split('XX', -1) }}
+{{ 'a\u00a0b\x1fc'.split() }}
+{{ 'Ab'.casefold() }}
+{{ 'ab'.index('b') }}
+{{ 'tTt'.title() }}
+{{ 'x'.isidentifier() }}
+{{ 'a\tb'.expandtabs(4) }}
+{{ 'abc'.find('c', 1) }}
+{{ 'abcabc'.rfind('a', 0, 3) }}
+{{ 'aaa'.count('a', 1) }}
+{{ 'abc'.endswith('b', 0, 2) }}
+{{ 'ab'.isnumeric() }}
+{{ 'Ab Cd'.istitle() }}
+{{ 'é'.isascii() }}
+{{ '²'.isdigit() }}
+{{ '½'.isnumeric() }}
+{{ '٣'.isdecimal() }}
+{{ d.copy() }}|{{ d.update({'z': 1}) }}
+{{ d.setdefault('b', 3) }}|{{ d.fromkeys(['a']) }}
+{{ list.extend([9]) }}|{{ list }}|{{ list.insert(0, 7) }}|{{ list }}
+{{ list.pop() }}|{{ list }}
+{{ 5 | filesizeformat }}
+{{ {'a': 1} | items | list }}|{{ {'a': 1} | list }}|{{ [('a', 1)] | first }}|{{ 'x' | list | tojson }}|{{ d | length }}|{{ {} | length }}
+{{ 10 // 3 }}|{{ -10 // 3 }}|{{ -10 % 3 }}|{{ 10 / 4 }}|{{ 2 ** -1 }}|{{ 2 ** 0.5 }}|{{ 7.5 // 2 }}|{{ 7.5 % 2 }}|{{ 1 / 3 }}|{{ 100000000000000000000 + 1 }}|{{ 9007199254740993 * 3 }}|{{ 1e16 + 1 }}|{{ 5 - 7.0 }}
+{{ 1 / 0 }}
+{{ 3 > 2.5 }}|{{ 'a' < 'b' }}|{{ [1, 2] < [1, 3] }}|{{ 1 is gt 0 }}|{{ 'a' in ('a', 'b') }}|{{ 1 in {1: 2} }}|{{ none in [none] }}|{{ true + true }}|{{ 'x' * 0 }}|{{ [0] * 2 + [1] }}
+{{ 3.0 | int }}
+{{ '0x1f' | int(0, 16) }}
+{{ '077' | int }}
+{{ '1e3' | float }}
+{{ 'nan' | float }}
+{{ 2.5 | round }}
+{{ 3.5 | round }}
+{{ 2.567 | round(1, 'floor') }}
+{{ 42.55 | round(1, 'ceil') }}
+{{ 7 | round }}
+{{ ' x ' | trim | length }}
+{{ 'a b' | urlencode }}
+{{ '<p>a</p> b' | striptags }}
+{{ 'hello world foo' | wordwrap(5) }}
+{{ 'x' | indent(2, first=true) }}
+{{ 'x' is filter }}|{{ 'upper' is filter }}|{{ 'defined' is test }}|{{ missing is undefined }}|{{ d.b is defined }}|{{ d['zz'] is defined }}|{{ none is undefined }}
+{{ messages[-1].role }}|{{ messages[0]['role'] }}|{{ messages[1:][0].role }}|{{ messages[-2:] | length }}|{{ messages[:1][0].role }}|{{ (messages | last).role }}|{{ messages[5:] }}|{{ 'abc'[-2:] }}|{{ 'abc'[:99] }}|{{ 'abc'[::2] }}|{{ list[-1:0:-1] }}
+{{ 'a' if missing is defined else 'b' }}|{{ missing | default(none) }}|{{ (missing | default({})).x is defined }}|{{ d.b | default(0) + 1 }}|{{ '' | default('e') }}|{{ false | default('e', true) }}
+{{ missing + 1 }}
+{{ missing.x.y }}
+{{ undefined_function('x') }}
+{{ none.x }}
+{{ none | upper }}|{{ 5 | upper }}|{{ true | lower }}|{{ [1] | upper }}
+{{ "a" "b" 'c' }}|{{ 'tab\there' }}|{{ 'nl\nx' }}|{{ 'bs\\' }}|{{ "q\"q" }}|{{ '\'' }}|{{ '\u00e9\U0001F600' }}|{{ '\q' }}
+{{ dict(d, c=3) }}|{{ dict() }}|{{ dict({'a': 1}, **{'b': 2}) }}
+{% if not tools %}a{% elif tools is sequence and tools | length > 0 and tools[0].function is defined %}b{% else %}c{% endif %}|{% if n == 3 and not (no or none) %}x{% endif %}
+{{ range is defined }}|{{ dict is defined }}|{{ loop is defined }}
+{% set s = [] %}{% for m in messages %}{% set _ = s.append(m.role) %}{% endfor %}{{ s | join(',') }}
+{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m.role] %}{% endfor %}{{ ns.l }}|{{ ns.l | tojson }}
+{{ tools | map(attribute='function') | map(attribute='name') | list | tojson }}|{{ tools | selectattr('type', '==', 'function') | list | length }}|{{ messages | selectattr('role', 'in', ('user', 'tool')) | map(attribute='role') | join }}
+{{ messages | rejectattr('role', 'equalto', 'system') | first | attr('role') }}|{{ messages | map('tojson') | first | length }}|{{ [3, none, 'a'] | map('string') | list }}|{{ ['a', 'b'] | map('replace', 'a', 'c') | list }}
+{{ d | tojson(indent=2) | indent(4) }}|{{ [] | tojson(indent=2) }}|{{ {'a': {}} | tojson(indent=1) }}|{{ [[], [1]] | tojson(indent=1) }}
+{{ 'é"\\/\b\f\n\r\t\u2028\x7f😀' | tojson }}|{{ 'é😀' | tojson(ensure_ascii=true) }}|{{ 1e400 | tojson }}|{{ {1.5: 2, false: 3} | tojson }}
+{{ 'x'.join('abc') }}|{{ ''.join([]) }}|{{ '-'.join({'a': 1, 'b': 2}) }}|{{ '-'.join(['a'] + ['b']) }}
+{{ '%d items, %.2f, %5s|%-5s|%x' | format(3, 2.5, 'a', 'b', 255) }}
 {{ words | join(', ') | tojson }}|{{ (list | map('int') | list) | tojson }}|{{ ({'t': (1, 2)}) | tojson }}|{{ d.items() | list | tojson }}
 '''
 WHITESPACE = [

