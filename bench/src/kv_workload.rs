@@ -7,6 +7,8 @@
 //! share; then suffixes of 160 blocks that nobody shares, each under one of the system prompts on a random worker, until
 //! there are as many (worker, block) memberships as wanted.
 
+use std::ops::Range;
+
 use infera_router::hash::{BlockHash, prompt_blocks};
 use rmp::encode::{write_array_len, write_f64, write_map_len, write_nil, write_str, write_u64, write_uint};
 
@@ -57,6 +59,26 @@ impl Workload {
     /// The conversation's router hashes: the query of the benches.
     pub fn conversation(&self) -> Vec<BlockHash> {
         prompt_blocks(&self.conversation, BLOCK_TOKENS)
+    }
+
+    pub fn conversation_tokens(&self) -> &[u32] {
+        &self.conversation
+    }
+
+    /// One message that stores blocks of a prompt, whatever of it is there already.
+    pub fn store_blocks(&self, worker: usize, prompt: &[u32], blocks: Range<usize>) -> Payload {
+        let known = prompt_blocks(prompt, BLOCK_TOKENS);
+        let names: Vec<u64> = known[blocks.clone()].iter().map(|block| self.name(worker, *block)).collect();
+        let parent = blocks.start.checked_sub(1).map(|at| self.name(worker, known[at]));
+        let tokens = &prompt[blocks.start * BLOCK_TOKENS..blocks.end * BLOCK_TOKENS];
+        stored(&names, parent, tokens).unwrap_or_default()
+    }
+
+    /// One message that removes blocks of a prompt, root first.
+    pub fn remove_blocks(&self, worker: usize, prompt: &[u32], blocks: Range<usize>) -> Payload {
+        let known = prompt_blocks(prompt, BLOCK_TOKENS);
+        let names: Vec<u64> = known[blocks].iter().map(|block| self.name(worker, *block)).collect();
+        removed(&names).unwrap_or_default()
     }
 
     pub fn store_conversation(&self, worker: usize) -> Vec<Payload> {
