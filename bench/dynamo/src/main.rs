@@ -1,9 +1,12 @@
 //! `bench-dynamo`: the workload of the index bench, message by message in turns, over the router's own index and over two
 //! of `dynamo-kv-router`'s: `RadixTree` and `PositionalIndexer`. Each gets the same payloads through its own decoder.
+//! All workers name a block alike, as the crate itself would: `RadixTree` refuses a worker's stores onto blocks that another
+//! one has named otherwise, and `PositionalIndexer` finds only blocks whose names it can compute.
 //! Owns the rows and the cases with one right answer; the memory rows come from a process for each index.
 //!
 //! `bench-dynamo` prints the table; `bench-dynamo memory NAME` measures one index's memory.
 
+#[allow(dead_code)]
 #[path = "../../src/kv_workload.rs"]
 mod kv_workload;
 mod subjects;
@@ -14,6 +17,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use dynamo_kv_router::protocols::{BlockHashOptions, compute_block_hash_for_seq, compute_seq_hash_for_block};
 use kv_workload::{BLOCK_TOKENS, Payload, SUFFIX_BLOCKS, SYSTEM_PROMPTS, Suffix, WORKERS, Workload};
 use rustix::time::{ClockId, clock_gettime};
 use subjects::{NAMES, Subject, subject};
@@ -27,6 +31,13 @@ const CHURN_BLOCKS: usize = 1_000_000;
 const EVICTION_BYTES: usize = 256 << 20;
 /// Blocks of the prompt of the cases with one right answer.
 const CASE_BLOCKS: usize = 64;
+
+fn common_names(seed: u64) -> Workload {
+    Workload::with_naming(seed, |tokens| {
+        let blocks = compute_block_hash_for_seq(tokens, BLOCK_TOKENS as u32, BlockHashOptions::default());
+        compute_seq_hash_for_block(&blocks)
+    })
+}
 
 type Row = (String, Vec<String>);
 
@@ -115,7 +126,7 @@ fn churn(
 }
 
 fn speed() -> Result<Vec<Row>> {
-    let mut workload = Workload::new(1);
+    let mut workload = common_names(1);
     let mut subjects: Vec<Box<dyn Subject>> = NAMES.iter().map(|name| subject(name)).collect();
     let mut filled = vec![Cost::default(); subjects.len()];
     let mut suffixes = fill(&mut subjects, &mut workload, &mut filled)?;
@@ -124,7 +135,10 @@ fn speed() -> Result<Vec<Row>> {
     let times = |value: &dyn Fn(&mut dyn Subject) -> Result<f64>, subjects: &mut [Box<dyn Subject>]| {
         subjects.iter_mut().map(|subject| Ok(format!("{:.0} ns", value(&mut **subject)?))).collect::<Result<Vec<_>>>()
     };
-    rows.push(("7,000-block hit on 64 workers, warm, p50".to_owned(), times(&|one| warm(one, &tokens), &mut subjects)?));
+    rows.push((
+        "7,000-block hit on 64 workers, warm, p50".to_owned(),
+        times(&|one| warm(one, &tokens), &mut subjects)?,
+    ));
     rows.push(("the same, evicted caches, p50".to_owned(), times(&|one| evicted(one, &tokens), &mut subjects)?));
     let mut costs = vec![[Cost::default(); 2]; subjects.len()];
     churn(&mut subjects, &mut workload, &mut suffixes, &mut costs)?;
@@ -174,10 +188,10 @@ fn resident_bytes() -> Result<f64> {
 
 /// Bytes per membership when filled and after the churn, and what is left when all workers have gone, in % of full.
 fn memory(name: &str) -> Result<()> {
-    let mut workload = Workload::new(1);
+    let mut workload = common_names(1);
     // The generator's and the decoder's own memory first: one whole fill of another seed, into an index that is dropped.
     let mut other = vec![subject(name)];
-    fill_shared(&mut other, &Workload::new(2))?;
+    fill_shared(&mut other, &common_names(2))?;
     drop(other);
     let mut subjects = vec![subject(name)];
     let before = resident_bytes()?;
@@ -199,10 +213,8 @@ fn memory(name: &str) -> Result<()> {
 fn memory_rows() -> Result<Vec<Row>> {
     let mut columns = Vec::new();
     for name in NAMES {
-        let output = Command::new(std::env::current_exe()?)
-            .args(["memory", name])
-            .env("MIMALLOC_PURGE_DELAY", "0")
-            .output()?;
+        let output =
+            Command::new(std::env::current_exe()?).args(["memory", name]).env("MIMALLOC_PURGE_DELAY", "0").output()?;
         ensure!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout)?;
         columns.push(text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?);
@@ -238,7 +250,7 @@ fn cases() -> Result<Vec<Row>> {
         ("the second half stored before the first", CASE_BLOCKS, vec![Store(half..CASE_BLOCKS), Store(0..half)]),
         ("stored twice, removed once", half, vec![Store(0..half), Store(0..CASE_BLOCKS), Remove(half..CASE_BLOCKS)]),
     ];
-    let workload = Workload::new(3);
+    let workload = common_names(3);
     let prompt = workload.conversation_tokens()[..CASE_BLOCKS * BLOCK_TOKENS].to_vec();
     let mut rows = Vec::new();
     for (name, right, steps) in cases {

@@ -1,13 +1,13 @@
 //! The three indexes behind one trait: payload in, depth out. Never measures anything.
 
 use anyhow::{Context, Result, ensure};
+use dynamo_kv_router::RadixTree;
 use dynamo_kv_router::indexer::SyncIndexer;
 use dynamo_kv_router::nested_map::{LevelIndex, PositionalIndexer, SearchMode};
 use dynamo_kv_router::protocols::{
     BlockHashOptions, LocalBlockHash, OverlapScores, RouterEvent, WorkerWithDpRank, compute_block_hash_for_seq,
 };
 use dynamo_kv_router::zmq_wire::{ZmqEventNormalizer, decode_event_batch};
-use dynamo_kv_router::RadixTree;
 use infera_router::events::decode::Decoder;
 use infera_router::fleet::Slot;
 use infera_router::hash::{BlockHash, prompt_blocks};
