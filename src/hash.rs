@@ -19,6 +19,10 @@ const STACK_TOKENS: usize = 254;
 /// XXH3-64 (seed 0) over the parent as 8 bytes little endian, then each token id as 4 bytes little
 /// endian. Source: the wire contract of AMD's Infera router; golden values in the tests below.
 pub fn chain(parent: BlockHash, tokens: &[u32]) -> BlockHash {
+    // The engines' usual size: with nothing left to decide, a third faster.
+    if let Ok(block) = <&[u32; 16]>::try_from(tokens) {
+        return chain_sixteen(parent, block);
+    }
     // By size, because the buffer is zeroed first: most of the time of a short block, if it were always the longest.
     match tokens.len() {
         0..=16 => chain_within::<72>(parent, tokens),
@@ -26,6 +30,17 @@ pub fn chain(parent: BlockHash, tokens: &[u32]) -> BlockHash {
         65..=STACK_TOKENS => chain_within::<{ 8 + 4 * STACK_TOKENS }>(parent, tokens),
         _ => chain_streaming(parent, tokens),
     }
+}
+
+#[inline]
+fn chain_sixteen(parent: BlockHash, tokens: &[u32; 16]) -> BlockHash {
+    let mut bytes = [0u8; 72];
+    let (head, tail) = bytes.split_at_mut(8);
+    head.copy_from_slice(&parent.0.to_le_bytes());
+    for (slot, token) in tail.as_chunks_mut::<4>().0.iter_mut().zip(tokens) {
+        *slot = token.to_le_bytes();
+    }
+    BlockHash(xxh3_64(&bytes))
 }
 
 #[inline]

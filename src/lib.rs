@@ -30,4 +30,5 @@ pub mod ingest;
 pub mod inspect;
 pub mod logging;
 pub mod metrics;
+pub mod parity;
 pub mod supervise;

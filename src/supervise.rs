@@ -11,7 +11,7 @@ use infera_shards::Engine;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use crate::logging::{self, Log};
 
@@ -20,6 +20,9 @@ const EXIT_LOST: i32 = 70;
 
 /// Longest wait for workers beside another process: whoever starts this one has a reason.
 const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long connections that have not sent anything hold up a drain.
+const CONNECTION_GRACE: Duration = Duration::from_millis(1_500);
 
 /// How often the threads are looked at.
 const LOOK_PERIOD: Duration = Duration::from_millis(250);
@@ -97,15 +100,24 @@ impl Supervisor {
         }
     }
 
-    /// Waits until no request is left, `timeout` is over, or a further signal asks for haste. Gives the requests left.
-    pub fn drain(&self, engine: &Engine, timeout: Duration) -> u64 {
-        let deadline = Instant::now() + timeout;
-        while engine.requests_active() > 0 && Instant::now() < deadline {
+    /// Lets running requests finish, until none is left, `timeout` is over, or a further signal asks for haste.
+    pub fn drain(&self, signal: i32, engine: &Engine, timeout: Duration) {
+        info!(signal, drain_timeout_s = timeout.as_secs_f64(), "draining: no new connections, running requests finish");
+        engine.drain();
+        let start = Instant::now();
+        // Connections without a request are idle ones, which close at once, and new ones, which have a moment.
+        let is_done = || {
+            let is_quiet = engine.connections_open() == 0 || start.elapsed() > CONNECTION_GRACE;
+            engine.requests_active() == 0 && !engine.is_accepting() && is_quiet
+        };
+        while !is_done() && start.elapsed() < timeout {
             if self.signals.recv_timeout(Duration::from_millis(10)).is_ok() {
                 break;
             }
         }
-        engine.requests_active()
+        if engine.requests_active() > 0 {
+            warn!(requests = engine.requests_active(), "ending requests that did not finish in time");
+        }
     }
 }
 

@@ -7,6 +7,8 @@
 //! share; then suffixes of 160 blocks that nobody shares, each under one of the system prompts on a random worker, until
 //! there are as many (worker, block) memberships as wanted.
 
+use std::ops::Range;
+
 use infera_router::hash::{BlockHash, prompt_blocks};
 use rmp::encode::{write_array_len, write_f64, write_map_len, write_nil, write_str, write_u64, write_uint};
 
@@ -35,6 +37,7 @@ pub struct Workload {
     salts: Vec<u64>,
     conversation: Vec<u32>,
     systems: Vec<Vec<u32>>,
+    naming: Option<fn(&[u32]) -> Vec<u64>>,
 }
 
 /// `blocks` blocks of random tokens.
@@ -51,12 +54,35 @@ impl Workload {
             conversation: tokens(random.u64(..), CONVERSATION_BLOCKS),
             systems: (0..SYSTEM_PROMPTS).map(|_| tokens(random.u64(..), SYSTEM_BLOCKS)).collect(),
             random,
+            naming: None,
         }
+    }
+
+    /// The same with names that all workers share: what `naming` calls the blocks of a prompt.
+    pub fn with_naming(seed: u64, naming: fn(&[u32]) -> Vec<u64>) -> Self {
+        Self { naming: Some(naming), ..Self::new(seed) }
     }
 
     /// The conversation's router hashes: the query of the benches.
     pub fn conversation(&self) -> Vec<BlockHash> {
         prompt_blocks(&self.conversation, BLOCK_TOKENS)
+    }
+
+    pub fn conversation_tokens(&self) -> &[u32] {
+        &self.conversation
+    }
+
+    /// One message that stores blocks of a prompt, whatever of it is there already.
+    pub fn store_blocks(&self, worker: usize, prompt: &[u32], blocks: Range<usize>) -> Payload {
+        let names = self.names(worker, prompt);
+        let parent = blocks.start.checked_sub(1).map(|at| names[at]);
+        let tokens = &prompt[blocks.start * BLOCK_TOKENS..blocks.end * BLOCK_TOKENS];
+        stored(&names[blocks], parent, tokens).unwrap_or_default()
+    }
+
+    /// One message that removes blocks of a prompt, root first.
+    pub fn remove_blocks(&self, worker: usize, prompt: &[u32], blocks: Range<usize>) -> Payload {
+        removed(&self.names(worker, prompt)[blocks]).unwrap_or_default()
     }
 
     pub fn store_conversation(&self, worker: usize) -> Vec<Payload> {
@@ -84,33 +110,39 @@ impl Workload {
         prompt
     }
 
+    /// Router hashes of a suffix's whole prompt, its system prompt first.
+    pub fn prompt_of(&self, suffix: Suffix) -> Vec<BlockHash> {
+        prompt_blocks(&self.prompt(suffix), BLOCK_TOKENS)
+    }
+
     pub fn store_suffix(&self, suffix: Suffix) -> Vec<Payload> {
         self.store(suffix.worker, &self.prompt(suffix), SYSTEM_BLOCKS)
     }
 
     /// Leaf first, as vLLM evicts.
     pub fn remove_suffix(&self, suffix: Suffix) -> Vec<Payload> {
-        let blocks = prompt_blocks(&self.prompt(suffix), BLOCK_TOKENS);
-        let mut names: Vec<u64> =
-            blocks[SYSTEM_BLOCKS..].iter().map(|block| self.name(suffix.worker, *block)).collect();
+        let mut names = self.names(suffix.worker, &self.prompt(suffix)).split_off(SYSTEM_BLOCKS);
         names.reverse();
         names.chunks(EVENT_BLOCKS).map(|names| removed(names).unwrap_or_default()).collect()
     }
 
-    /// The engine's own name of a block.
-    fn name(&self, worker: usize, block: BlockHash) -> u64 {
-        block.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ self.salts[worker]
+    /// The engine's own names of a prompt's blocks.
+    fn names(&self, worker: usize, prompt: &[u32]) -> Vec<u64> {
+        if let Some(naming) = self.naming {
+            return naming(prompt);
+        }
+        let name = |block: &BlockHash| block.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ self.salts[worker];
+        prompt_blocks(prompt, BLOCK_TOKENS).iter().map(name).collect()
     }
 
     fn store(&self, worker: usize, prompt: &[u32], from: usize) -> Vec<Payload> {
-        let blocks = prompt_blocks(prompt, BLOCK_TOKENS);
+        let names = self.names(worker, prompt);
         let mut payloads = Vec::new();
-        for start in (from..blocks.len()).step_by(EVENT_BLOCKS) {
-            let end = (start + EVENT_BLOCKS).min(blocks.len());
-            let names: Vec<u64> = blocks[start..end].iter().map(|block| self.name(worker, *block)).collect();
-            let parent = start.checked_sub(1).map(|at| self.name(worker, blocks[at]));
+        for start in (from..names.len()).step_by(EVENT_BLOCKS) {
+            let end = (start + EVENT_BLOCKS).min(names.len());
+            let parent = start.checked_sub(1).map(|at| names[at]);
             let tokens = &prompt[start * BLOCK_TOKENS..end * BLOCK_TOKENS];
-            payloads.push(stored(&names, parent, tokens).unwrap_or_default());
+            payloads.push(stored(&names[start..end], parent, tokens).unwrap_or_default());
         }
         payloads
     }

@@ -57,6 +57,8 @@ pub(crate) struct ShardCounters {
     pub(crate) rejections: Counter,
     pub(crate) panics: Counter,
     pub(crate) sweeps: Counter,
+    /// 1 while the shard takes connections.
+    pub(crate) accepting: Counter,
 }
 
 impl ShardCounters {

@@ -270,7 +270,8 @@ impl Decoder {
         // Every element takes a byte at least, so this allocates by what is there, not by what is claimed.
         self.hashes.clear();
         self.hashes.reserve(length.min(cursor.remaining().len()));
-        for _ in 0..length {
+        let read = cursor.wide_numbers(length, |name| self.hashes.push(EngineHash(name)));
+        for _ in read..length {
             let hash = optional_hash(cursor)?.ok_or(SkipReason::Malformed)?;
             self.hashes.push(hash);
         }

@@ -112,6 +112,13 @@ impl CopyBook {
         ODD
     }
 
+    /// State of a name whose only copy is of this kind; `None` where four bits do not say it.
+    pub fn state_of_one(&mut self, key: CopyKey) -> Option<State> {
+        let kind = self.kinds.iter().position(|kind| kind.is_none_or(|kind| kind == key))?;
+        self.kinds[kind] = Some(key);
+        Some(1 << (2 * kind))
+    }
+
     /// State of a name with one copy less; `None`, and no change, for a copy that was never announced.
     pub fn remove(&mut self, name: EngineHash, state: State, key: CopyKey) -> Option<State> {
         if state != ODD {

@@ -6,7 +6,7 @@ use hashbrown::HashMap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::copies::{Copies, CopyBook};
-use super::names::{Names, State};
+use super::names::{Entry, Names, State};
 use super::orphans::Orphans;
 use super::tombstones::Tombstones;
 use super::tree::{Place, Tiers, Tree};
@@ -51,6 +51,8 @@ pub struct Mirror {
     gone: Vec<(Place, Tiers)>,
     /// Router hashes of the event at hand.
     chain: Vec<BlockHash>,
+    /// What `chain` hangs under and how many of its blocks are plain, if the event at hand was a store of them.
+    chain_root: Option<(BlockHash, usize)>,
     /// Names that stores from the root have begun with since the last [`Mirror::begin_batch`].
     batch_roots: Vec<EngineHash>,
 }
@@ -67,6 +69,7 @@ impl Mirror {
             fresh: None,
             gone: Vec::new(),
             chain: Vec::new(),
+            chain_root: None,
             batch_roots: Vec::new(),
         }
     }
@@ -76,7 +79,15 @@ impl Mirror {
         self.batch_roots.clear();
     }
 
+    /// Of the event applied last, if it stored blocks in a known place: the router's name of their parent ([`ROOT`] for
+    /// none) and of each block, as far as they carry no adapter, salt or image.
+    pub fn stored_chain(&self) -> Option<(BlockHash, &[BlockHash])> {
+        let (parent, plain) = self.chain_root?;
+        Some((parent, &self.chain[..plain.min(self.chain.len())])).filter(|(_, chain)| !chain.is_empty())
+    }
+
     pub fn apply(&mut self, tree: &mut Tree, event: &Event<'_>) -> Applied {
+        self.chain_root = None;
         match event {
             Event::Stored(stored) => self.store(tree, stored),
             Event::Removed { hashes, copy } => self.remove(tree, hashes, *copy),
@@ -172,6 +183,7 @@ impl Mirror {
 
     /// Blocks chained onto a known parent (`None`: the root).
     fn store_chain(&mut self, tree: &mut Tree, stored: &Stored<'_>, parent: Option<Place>, applied: &mut Applied) {
+        self.names.reserve(stored.hashes.len());
         // The loads of all buckets overlap here, and with the hashing; one after the other they would be most of the cost.
         let touched = stored.hashes.iter().fold(0, |sum, name| sum ^ self.names.touch(*name));
         std::hint::black_box(touched);
@@ -192,17 +204,41 @@ impl Mirror {
                 chain.push(hash);
             }
         }
-        let mut place = parent;
-        for (at, (engine, block)) in stored.hashes.iter().zip(&chain).enumerate() {
-            place = tree.child(place, *block, at < plain_count, chain.len() - 1 - at);
-            let Some(place) = place else {
+        self.chain_root = Some((parent.map_or(ROOT, |parent| tree.block(parent)), plain_count));
+        let (mut place, mut at) = (parent, 0);
+        while at < chain.len() {
+            let is_plain = at < plain_count;
+            let end = if is_plain { chain.len().min(plain_count) } else { chain.len() };
+            let Some((first, count)) = tree.children(place, &chain[at..end], is_plain, chain.len() - end) else {
                 applied.orphans_dropped += (chain.len() - at) as u64;
                 break;
             };
-            self.bind(tree, *engine, place, stored.copy);
-            applied.blocks_stored += 1;
+            self.bind_all(tree, &stored.hashes[at..at + count], first, stored.copy);
+            applied.blocks_stored += count as u64;
+            place = Some(first.further(count - 1));
+            at += count;
         }
         self.chain = chain;
+    }
+
+    /// Gives names the places from `first` on, as [`Mirror::bind`] does for one, and tells the tree.
+    fn bind_all(&mut self, tree: &mut Tree, names: &[EngineHash], first: Place, copy: CopyKey) {
+        // A name may leave its former place meanwhile, and what nobody holds yet would be cut off with that.
+        tree.pin(first);
+        let state = if self.orphans.is_empty() { self.copies.state_of_one(copy) } else { None };
+        for (at, engine) in names.iter().enumerate() {
+            let place = first.further(at);
+            let Some(state) = state else {
+                self.bind(tree, *engine, place, copy);
+                continue;
+            };
+            match self.names.find_or_insert(*engine, place, state) {
+                None => self.appear(tree, place, self.copies.tiers(*engine, state)),
+                Some(entry) => self.bind_again(tree, *engine, entry, place, copy),
+            }
+        }
+        self.flush(tree);
+        tree.unpin(first);
     }
 
     /// Blocks whose first parent is not known. One that has a name all the same is its own anchor.
@@ -254,13 +290,15 @@ impl Mirror {
                 let tiers = self.copies.tiers(engine, state);
                 self.appear(tree, place, tiers);
             }
-            Some(entry) => {
-                let former = self.names.state(entry);
-                let before = self.copies.tiers(engine, former);
-                let state = self.copies.add(engine, former, copy);
-                self.rebind(tree, engine, (place, state), before);
-            }
+            Some(entry) => self.bind_again(tree, engine, entry, place, copy),
         }
+    }
+
+    fn bind_again(&mut self, tree: &mut Tree, engine: EngineHash, entry: Entry, place: Place, copy: CopyKey) {
+        let former = self.names.state(entry);
+        let before = self.copies.tiers(engine, former);
+        let state = self.copies.add(engine, former, copy);
+        self.rebind(tree, engine, (place, state), before);
     }
 
     /// The same for any number of copies, also none: then the name is only a possible parent.

@@ -1,10 +1,12 @@
 //! One rank's table of engine hashes: name -> place in the tree and copies in short form, 12.8 bytes per entry before the
 //! free space. Never knows what a place or a state means.
 //!
-//! Buckets of one cache line hold five entries each; a full bucket spills into the next and counts what it has spilled, so
-//! that most lookups, and nearly all misses, touch one line, and a removal moves nothing. Capacity grows by a quarter, not
-//! by doubling: half-empty tables would be the largest part of the index. Refused: fingerprints instead of whole names (4
-//! bytes less per entry): two names of one rank would be taken for each other once in some hours of a storm.
+//! Buckets of one cache line hold five entries each; a full bucket spills into the next and counts what it has spilled, and
+//! a removal brings back what was spilled. So a bucket that counts any is full, most lookups touch one line, and those of
+//! unknown names two. (Without the bringing back, entries that lie away from home beside free places would make the search
+//! for an unknown name longer with every turnover, to dozens of lines.) Capacity grows by a sixth, not by doubling:
+//! half-empty tables would be the largest part of the index. Refused: fingerprints instead of whole names (4 bytes less per
+//! entry): two names of one rank would be taken for each other once in some hours of a storm.
 
 use crate::events::EngineHash;
 use crate::index::tree::Place;
@@ -14,11 +16,13 @@ const ENTRIES: usize = 5;
 /// allocator, which rounds up and keeps pages of each; that was a third of the index's memory.
 const CHUNK: usize = 64;
 /// Largest filling, in entries per 100 places.
-const FULL_PERCENT: usize = 86;
+const FULL_PERCENT: usize = 78;
 /// Below this filling the table is made smaller, to the next one.
-const LOW_PERCENT: usize = 55;
-const MIDDLE_PERCENT: usize = 72;
+const LOW_PERCENT: usize = 52;
+const MIDDLE_PERCENT: usize = 68;
 const SPILLED_MAX: u32 = 0xff;
+/// [`Bucket::taken`] of a full bucket.
+const TAKEN_ALL: u32 = 0x1_1111;
 
 /// What is kept of a name's copies, 4 bits; 0 marks a free place and is never stored.
 pub type State = u8;
@@ -55,13 +59,42 @@ impl Bucket {
         self.control -= u32::from(self.spilled() < SPILLED_MAX);
     }
 
-    fn find(&self, name: u64) -> Option<usize> {
-        (0..ENTRIES).find(|entry| self.names[*entry] == name && self.state(*entry) != 0)
+    /// Lowest bit of each entry's state set where the entry is taken.
+    fn taken(&self) -> u32 {
+        let states = self.control >> 8;
+        let pairs = states | states >> 1;
+        (pairs | pairs >> 2) & TAKEN_ALL
     }
 
-    fn free(&self) -> Option<usize> {
-        (0..ENTRIES).find(|entry| self.state(*entry) == 0)
+    /// No branch for each entry: nobody can predict which one it is.
+    #[inline]
+    fn find(&self, name: u64) -> Option<usize> {
+        let equal = (0..ENTRIES).fold(0, |bits, entry| bits | u32::from(self.names[entry] == name) << (4 * entry));
+        lowest(equal & self.taken())
     }
+
+    #[inline]
+    fn free(&self) -> Option<usize> {
+        lowest(!self.taken() & TAKEN_ALL)
+    }
+
+    fn put(&mut self, entry: usize, name: u64, place: u32, state: State) {
+        self.names[entry] = name;
+        self.places[entry] = place;
+        self.set_state(entry, state);
+    }
+
+    fn entries(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..ENTRIES).filter(|entry| self.state(*entry) != 0)
+    }
+}
+
+fn empty() -> Box<Chunk> {
+    Box::new([Bucket::default(); CHUNK])
+}
+
+fn lowest(entries: u32) -> Option<usize> {
+    (entries != 0).then(|| entries.trailing_zeros() as usize / 4)
 }
 
 /// Where an entry lies; good until the next insertion or removal.
@@ -73,9 +106,13 @@ pub struct Entry {
 
 #[derive(Clone, Debug, Default)]
 pub struct Names {
-    chunks: Vec<Box<[Bucket; CHUNK]>>,
+    chunks: Vec<Box<Chunk>>,
+    /// Buckets of all chunks, also of those that a resize has still to come to.
+    buckets: usize,
     length: usize,
 }
+
+type Chunk = [Bucket; CHUNK];
 
 impl Names {
     #[cfg(test)]
@@ -85,11 +122,7 @@ impl Names {
 
     /// Memory of the table, free places included.
     pub fn bytes(&self) -> usize {
-        self.buckets() * size_of::<Bucket>()
-    }
-
-    fn buckets(&self) -> usize {
-        self.chunks.len() * CHUNK
+        self.buckets * size_of::<Bucket>()
     }
 
     fn bucket(&self, at: usize) -> &Bucket {
@@ -110,7 +143,11 @@ impl Names {
     /// Reads a name's bucket, so that the loads of several names overlap. The result means nothing.
     #[inline]
     pub fn touch(&self, name: EngineHash) -> u32 {
-        if self.chunks.is_empty() { 0 } else { self.bucket(Self::home(name.0, self.buckets())).control }
+        if self.chunks.is_empty() {
+            return 0;
+        }
+        let home = Self::home(name.0, self.buckets);
+        self.bucket(home).control ^ self.bucket(self.after(home)).control
     }
 
     #[inline]
@@ -118,8 +155,8 @@ impl Names {
         if self.chunks.is_empty() {
             return None;
         }
-        let mut at = Self::home(name.0, self.buckets());
-        for _ in 0..self.buckets() {
+        let mut at = Self::home(name.0, self.buckets);
+        for _ in 0..self.buckets {
             let bucket = self.bucket(at);
             if let Some(entry) = bucket.find(name.0) {
                 return Some(Entry { bucket: at, entry });
@@ -133,7 +170,7 @@ impl Names {
     }
 
     fn after(&self, bucket: usize) -> usize {
-        if bucket + 1 == self.buckets() { 0 } else { bucket + 1 }
+        if bucket + 1 == self.buckets { 0 } else { bucket + 1 }
     }
 
     pub fn place(&self, entry: Entry) -> Place {
@@ -152,30 +189,67 @@ impl Names {
         bucket.set_state(entry.entry, state);
     }
 
+    /// Makes room for `more` names.
+    pub fn reserve(&mut self, more: usize) {
+        let wanted = (self.length + more) * 100;
+        if wanted > self.buckets * ENTRIES * FULL_PERCENT {
+            let enough = wanted.div_ceil(CHUNK * ENTRIES * FULL_PERCENT);
+            self.resize(enough.max(self.chunks.len() + self.chunks.len() / 6));
+        }
+    }
+
     /// Adds a name that is not there; `state` is not 0.
     pub fn insert(&mut self, name: EngineHash, place: Place, state: State) {
         assert!(state != 0, "an entry without copies is not kept");
-        if (self.length + 1) * 100 > self.buckets() * ENTRIES * FULL_PERCENT {
-            self.resize(self.chunks.len() + (self.chunks.len() / 4).max(1));
-        }
+        self.reserve(1);
         self.length += 1;
         self.put(name.0, place.0, state);
     }
 
+    /// The entry of a name; or, if there is none, adds it. There is room for it: see [`Names::reserve`].
+    #[inline]
+    pub fn find_or_insert(&mut self, name: EngineHash, place: Place, state: State) -> Option<Entry> {
+        assert!(state != 0 && !self.chunks.is_empty(), "room is reserved for an entry with copies");
+        let home = Self::home(name.0, self.buckets);
+        let mut at = home;
+        // A bucket that has spilled is full, so nothing free is passed by. Ends, because the table is never full.
+        loop {
+            let bucket = self.bucket_mut(at);
+            if let Some(entry) = bucket.find(name.0) {
+                return Some(Entry { bucket: at, entry });
+            }
+            if bucket.spilled() == 0 {
+                break;
+            }
+            at = self.after(at);
+        }
+        let entry = loop {
+            if let Some(entry) = self.bucket(at).free() {
+                break entry;
+            }
+            at = self.after(at);
+        };
+        self.bucket_mut(at).put(entry, name.0, place.0, state);
+        self.length += 1;
+        let mut passed = home;
+        while passed != at {
+            self.bucket_mut(passed).spill();
+            passed = self.after(passed);
+        }
+        None
+    }
+
+    #[inline]
     fn put(&mut self, name: u64, place: u32, state: State) {
-        let mut at = Self::home(name, self.buckets());
+        let mut at = Self::home(name, self.buckets);
         // Ends, because the table is never full.
         loop {
-            let next = self.after(at);
             let bucket = self.bucket_mut(at);
             if let Some(entry) = bucket.free() {
-                bucket.names[entry] = name;
-                bucket.places[entry] = place;
-                bucket.set_state(entry, state);
-                return;
+                return bucket.put(entry, name, place, state);
             }
             bucket.spill();
-            at = next;
+            at = self.after(at);
         }
     }
 
@@ -183,34 +257,103 @@ impl Names {
         let bucket = self.bucket_mut(entry.bucket);
         let name = bucket.names[entry.entry];
         bucket.set_state(entry.entry, 0);
-        let mut at = Self::home(name, self.buckets());
-        while at != entry.bucket {
-            self.bucket_mut(at).unspill();
-            at = self.after(at);
+        self.unspill(Self::home(name, self.buckets), entry.bucket);
+        let mut hole = Some(entry);
+        while let Some(entry) = hole {
+            hole = self.bring_back(entry);
         }
         self.length -= 1;
-        if self.chunks.len() > 1 && self.length * 100 < self.buckets() * ENTRIES * LOW_PERCENT {
+        if self.chunks.len() > 1 && self.length * 100 < self.buckets * ENTRIES * LOW_PERCENT {
             self.resize(self.length * 100 / (CHUNK * ENTRIES * MIDDLE_PERCENT) + 1);
         }
     }
 
-    /// Homes are monotone in the mixed name, so this reads and writes both tables front to back.
+    fn unspill(&mut self, from: usize, to: usize) {
+        let mut at = from;
+        while at != to {
+            self.bucket_mut(at).unspill();
+            at = self.after(at);
+        }
+    }
+
+    /// Fills a hole with the nearest entry that was spilled over it; returns the hole that leaves.
+    fn bring_back(&mut self, hole: Entry) -> Option<Entry> {
+        let buckets = self.buckets;
+        let mut at = hole.bucket;
+        for way in 1..buckets {
+            if self.bucket(at).spilled() == 0 {
+                return None;
+            }
+            at = self.after(at);
+            let bucket = self.bucket(at);
+            // Spilled over the hole, if its home is at least as far away as the hole is.
+            let spilled = bucket.entries().find(|entry| {
+                let home = Self::home(bucket.names[*entry], buckets);
+                let from_home = if home <= at { at - home } else { at + buckets - home };
+                from_home >= way
+            });
+            if let Some(entry) = spilled {
+                let (name, place, state) = (bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                self.bucket_mut(at).set_state(entry, 0);
+                self.bucket_mut(hole.bucket).put(hole.entry, name, place, state);
+                self.unspill(hole.bucket, at);
+                return Some(Entry { bucket: at, entry });
+            }
+        }
+        None
+    }
+
+    /// Homes are monotone in the mixed name, so this reads the old table and writes the new one front to back. A chunk that
+    /// was read is the next one to be written: a table that grows takes what it grows by and no more, and what it writes
+    /// is in the nearest cache.
     fn resize(&mut self, chunks: usize) {
-        let empty = (0..chunks).map(|_| Box::new([Bucket::default(); CHUNK])).collect();
-        for chunk in std::mem::replace(&mut self.chunks, empty) {
+        let former = std::mem::take(&mut self.chunks);
+        self.buckets = chunks * CHUNK;
+        let mut spare = Vec::new();
+        let mut deferred = Vec::new();
+        for mut chunk in former {
             for bucket in chunk.iter() {
-                for entry in (0..ENTRIES).filter(|entry| bucket.state(*entry) != 0) {
-                    self.put(bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                for entry in bucket.entries() {
+                    let (name, place, state) = (bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                    let home = Self::home(name, self.buckets);
+                    // The old table's last entries may have spilled over its end into the first bucket.
+                    if home / CHUNK > self.chunks.len() + 1 {
+                        deferred.push((name, place, state));
+                        continue;
+                    }
+                    self.put_growing(home, name, place, state, &mut spare);
                 }
             }
+            *chunk = [Bucket::default(); CHUNK];
+            spare.push(chunk);
+        }
+        while self.chunks.len() < chunks {
+            self.chunks.push(spare.pop().unwrap_or_else(empty));
+        }
+        deferred.into_iter().for_each(|(name, place, state)| self.put(name, place, state));
+    }
+
+    /// Puts an entry into a table that has its first chunks only; the next ones come from `spare`.
+    fn put_growing(&mut self, home: usize, name: u64, place: u32, state: State, spare: &mut Vec<Box<Chunk>>) {
+        let mut at = home;
+        loop {
+            while self.chunks.len() <= at / CHUNK {
+                self.chunks.push(spare.pop().unwrap_or_else(empty));
+            }
+            let bucket = self.bucket_mut(at);
+            if let Some(entry) = bucket.free() {
+                return bucket.put(entry, name, place, state);
+            }
+            bucket.spill();
+            at = self.after(at);
         }
     }
 
     /// Every entry, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = (EngineHash, Place, State)> + '_ {
         self.chunks.iter().flat_map(|chunk| chunk.iter()).flat_map(|bucket| {
-            (0..ENTRIES)
-                .filter(|entry| bucket.state(*entry) != 0)
+            bucket
+                .entries()
                 .map(|entry| (EngineHash(bucket.names[entry]), Place(bucket.places[entry]), bucket.state(entry)))
         })
     }
@@ -257,6 +400,11 @@ mod tests {
                 }
                 assert_eq!(names.len(), model.len());
             }
+            let is_kept = |bucket: &Bucket| bucket.spilled() == 0 || bucket.free().is_none();
+            assert!(
+                names.chunks.iter().flat_map(|chunk| chunk.iter()).all(is_kept),
+                "a free place that was spilled over"
+            );
             let mut seen: Vec<_> = names.iter().map(|(name, place, state)| (name.0, (place.0, state))).collect();
             let mut expected: Vec<_> = model.into_iter().collect();
             seen.sort_unstable();

@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
-use super::snapshot::{Hashes, Node, Snapshot};
+use super::hashes::Hashes;
+use super::snapshot::{Node, Snapshot};
 use super::spans::{Changed, Spans};
 use super::table::Table;
 use crate::hash::BlockHash;
@@ -37,7 +38,12 @@ impl Place {
         self.0 & (RUN_BLOCKS_MAX as u32 - 1)
     }
 
-    /// The place `by` blocks further on; whether it is in the same strand is for [`Place::is_followed_by`] to say.
+    /// The place `by` blocks further on in the same strand, which must be that long.
+    pub(super) fn further(self, by: usize) -> Place {
+        Place(self.0 + by as u32)
+    }
+
+    /// Whether `next` is the next place of the same strand.
     pub fn is_followed_by(self, next: Place) -> bool {
         self.0 + 1 == next.0 && self.strand() == next.strand()
     }
@@ -174,26 +180,55 @@ impl Tree {
             return Some(Place::new(*id, 0));
         }
         if next == length && length < RUN_BLOCKS_MAX && strand.is_plain == is_plain {
-            self.append(parent.strand(), block, more);
+            self.append(parent.strand(), &[block], more);
             return Some(Place::new(parent.strand(), next as u32));
         }
         self.add_strand(block, is_plain, more)
     }
 
-    fn append(&mut self, id: u32, block: BlockHash, more: usize) {
+    /// The places of `blocks`, which follow `parent` and each other, as far as they lie in one strand: the first, and how
+    /// many there are, at least one. Otherwise as [`Tree::child`].
+    pub fn children(
+        &mut self,
+        parent: Option<Place>,
+        blocks: &[BlockHash],
+        is_plain: bool,
+        more: usize,
+    ) -> Option<(Place, usize)> {
+        let (first, rest) = blocks.split_first()?;
+        let place = self.child(parent, *first, is_plain, more + rest.len())?;
+        let strand = self.strand(place.strand());
+        let length = strand.node.length as usize;
+        let from = place.offset() as usize + 1;
+        let known = (from..length).zip(rest).take_while(|(at, block)| strand.node.hashes.get(*at) == **block).count();
+        if from + known < length || strand.is_plain != is_plain {
+            return Some((place, 1 + known));
+        }
+        let fresh = rest[known..].iter().take(RUN_BLOCKS_MAX - length);
+        let fresh = fresh.take_while(|block| !self.firsts.contains_key(*block)).count();
+        if fresh > 0 {
+            self.append(place.strand(), &rest[known..known + fresh], more + rest.len() - known - fresh);
+        }
+        Some((place, 1 + known + fresh))
+    }
+
+    /// Adds blocks to a strand that has places for them.
+    fn append(&mut self, id: u32, blocks: &[BlockHash], more: usize) {
         let strand = self.strand_mut(id);
         let length = strand.node.length as usize;
         let is_shared = (length as u32) < strand.published_length;
         let node = Arc::make_mut(&mut strand.node);
-        if length == node.hashes.capacity() || is_shared {
+        if length + blocks.len() > node.hashes.capacity() || is_shared {
             // Doubling would leave a third of all strands empty; by a quarter, a short strand would move with every event.
             let extra = if length < 256 { length / 2 } else { length / 4 };
-            let wanted = (length + 1 + more).max(length + extra).next_multiple_of(8).min(RUN_BLOCKS_MAX);
+            let wanted = (length + blocks.len() + more).max(length + extra).next_multiple_of(8).min(RUN_BLOCKS_MAX);
             node.hashes = Hashes::with_room(wanted, Some(&node.hashes), length);
             strand.published_length = 0;
         }
-        node.hashes.set(length, block);
-        node.length += 1;
+        for (at, block) in blocks.iter().enumerate() {
+            node.hashes.set(length + at, *block);
+        }
+        node.length += blocks.len() as u32;
     }
 
     fn add_strand(&mut self, first: BlockHash, is_plain: bool, more: usize) -> Option<Place> {

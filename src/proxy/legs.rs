@@ -118,6 +118,9 @@ impl Attempt<'_> {
             (Some(StreamFailure::Client), _) | (None, Outcome::StreamFailed) => {}
             (None, _) => self.pair.decode.succeeded(shared),
         }
+        if answer.is_whole {
+            self.pair.prefill.completed();
+        }
     }
 
     /// Decode has begun to answer, which it cannot without prefill: sessions stay with both.
@@ -246,6 +249,9 @@ async fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> PrefillE
             PrefillEnd::Failed(failure)
         }
     };
+    if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
+        booking.note_complete();
+    }
     drop(booking);
     end
 }

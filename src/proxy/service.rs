@@ -15,9 +15,10 @@ use super::budget::RetryBudget;
 use super::exchange;
 use super::metrics::TargetHandles;
 use super::peers::Peers;
+use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
 use crate::api::{self, ApiError, Endpoint};
-use crate::index::{Hits, View};
+use crate::index::View;
 use crate::route::{Candidate, RoundRobin};
 
 /// What a listener answers.
@@ -58,19 +59,13 @@ pub struct RouterService {
 /// Reused by every pick of the shard; borrowed between two awaits only.
 #[derive(Default)]
 pub(super) struct Scratch {
-    pub hits: Hits,
-    /// Depths in any memory; asked for only where host memory has a weight.
-    pub any_hits: Hits,
+    pub queries: Queries,
     pub candidates: Vec<Candidate>,
     pub indexes: Vec<u32>,
 }
 
 impl RouterService {
     pub fn new(surface: Surface, shared: Arc<Shared>, context: ShardContext) -> Self {
-        // Short prompts are encoded on the shard itself, and its first one must not stop the relays.
-        if let (Some(prompter), true) = (&shared.prompter, surface != Surface::Control) {
-            prompter.warm_up();
-        }
         Self {
             surface,
             view: RefCell::new(Cache::new(shared.view.clone())),

@@ -60,6 +60,13 @@ impl Picked {
         }
     }
 
+    /// The worker has answered the request to its end: its events may show the prompt from now on.
+    pub fn completed(&self) {
+        if let Some(booking) = &self.booking {
+            booking.note_complete();
+        }
+    }
+
     /// The worker has answered to the end, and well.
     pub fn succeeded(&self, shared: &Shared) {
         let change = shared.settings.breaker.succeeded(&self.worker.health, self.probe.take());

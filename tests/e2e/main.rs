@@ -4,6 +4,8 @@
 
 #[path = "../support/etcd.rs"]
 mod etcd;
+#[path = "../kv_publisher/mod.rs"]
+mod kv_publisher;
 mod support;
 
 mod affinity;
@@ -21,6 +23,9 @@ mod kv_aware;
 mod leaving;
 mod lifecycle;
 mod limits;
+mod memory;
 mod official_client;
+mod parity;
 mod pd;
+mod self_heal;
 mod surface;

@@ -272,6 +272,8 @@ fn memory(arguments: &Arguments) -> Result<Vec<Row>> {
     let strands = subject.tree.strand_bytes();
     subject.churn(&mut workload, &mut suffixes)?;
     let churned = resident_bytes()? - before;
+    let churned_tables: usize = subject.mirrors.iter().map(Mirror::table_bytes).sum();
+    let churned_strands = subject.tree.strand_bytes();
     drop(suffixes);
     subject.clear();
     // The allocator looks for pages to give back only when it is used.
@@ -284,6 +286,8 @@ fn memory(arguments: &Arguments) -> Result<Vec<Row>> {
         Row::new("of it: tables of names", tables as f64 / memberships, "B", None),
         Row::new("of it: strands", strands as f64 / memberships, "B", None),
         Row::new("memory per membership after the churn", churned / memberships, "B", Some(33.0)),
+        Row::new("of it: tables of names", churned_tables as f64 / memberships, "B", None),
+        Row::new("of it: strands", churned_strands as f64 / memberships, "B", None),
         Row::new("memory after the churn, against before", churned / filled * 100.0, "%", Some(110.0)),
         Row::new("left after all workers are gone", left / filled * 100.0, "% of full", Some(10.0)),
     ];

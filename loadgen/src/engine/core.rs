@@ -15,6 +15,7 @@ use monoio::net::TcpListener;
 use monoio::time::{Instant, sleep_until};
 use rand::Rng;
 use rand::rngs::SmallRng;
+use serde_json::Value;
 
 use super::disagg::DisaggState;
 use super::events::{Dialect, EngineStyle};
@@ -23,7 +24,7 @@ use super::hash::WireHash;
 use super::pool::BlockPool;
 use super::publisher::{Feeds, Publisher, ReplayServer};
 use super::scheduler::{CacheEvent, NewSequence, Output, Scheduler};
-use super::{EngineConfig, RankState, Shared, api};
+use super::{EngineConfig, RankState, Shared, api, render};
 use crate::net::runtime::contain_panic;
 use crate::net::signal::{Latch, Queue};
 use crate::prompt::TextModel;
@@ -127,6 +128,11 @@ pub(crate) async fn run_group(
 }
 
 impl Engine {
+    /// Token ids of a chat body as this engine renders it.
+    pub(super) fn chat_ids(&self, body: &Value) -> Result<Vec<u32>> {
+        render::chat_ids(&self.text, self.config.style, &self.config.chat_template_kwargs, body)
+    }
+
     fn new(
         config: EngineConfig,
         text: Arc<TextModel>,

@@ -204,13 +204,13 @@ fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Res
     }
     let prompts = match kind {
         Kind::Chat => {
-            let (_, ids) = engine.text.chat(body).map_err(|error| ApiError::bad_request(&error.to_string()))?;
+            let ids = engine.chat_ids(body).map_err(|error| ApiError::bad_request(&error.to_string()))?;
             vec![ids]
         }
         Kind::Text => text_prompts(engine, &body["prompt"])?,
         Kind::Responses => {
             let chat = responses::as_chat(body).ok_or_else(|| ApiError::bad_request("`input` is required"))?;
-            vec![engine.text.chat(&chat).map_err(|error| ApiError::bad_request(&error.to_string()))?.1]
+            vec![engine.chat_ids(&chat).map_err(|error| ApiError::bad_request(&error.to_string()))?]
         }
     };
     let samples = match &body["n"] {

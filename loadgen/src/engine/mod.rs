@@ -14,6 +14,7 @@ pub mod hash;
 pub mod pool;
 mod publisher;
 pub mod register;
+mod render;
 mod responses;
 pub mod scheduler;
 mod shapes;
@@ -25,7 +26,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use self::core::Command;
 use self::disagg::{Disagg, TransferCounts};
@@ -67,6 +68,10 @@ pub struct EngineConfig {
     /// Seeds hashes, jitter and random failures.
     pub seed: u64,
     pub faults: Faults,
+    /// Template arguments added to every chat that does not set them (`--default-chat-template-kwargs`).
+    pub chat_template_kwargs: Map<String, Value>,
+    /// Answer `/tokenize`.
+    pub tokenizes: bool,
     /// One half of a prefill/decode pair; both halves in one if absent.
     pub disagg: Option<Disagg>,
 }
@@ -91,6 +96,8 @@ impl Default for EngineConfig {
             speed: Speed::default(),
             seed: 1,
             faults: Faults::default(),
+            chat_template_kwargs: Map::new(),
+            tokenizes: true,
             disagg: None,
         }
     }

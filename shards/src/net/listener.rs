@@ -3,7 +3,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
@@ -53,6 +53,11 @@ impl Listener {
 
     pub(crate) async fn readable(&self) -> io::Result<()> {
         self.stream.readable().await
+    }
+
+    /// From now on nobody new comes in, and nobody is refused; see [`crate::raw::drop_new_handshakes`].
+    pub(crate) fn drop_new_handshakes(&self) -> io::Result<()> {
+        crate::raw::drop_new_handshakes(self.socket.as_fd())
     }
 
     /// The next waiting connection; `WouldBlock` when there is none. CLOEXEC is set in the same call.

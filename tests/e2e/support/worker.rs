@@ -119,7 +119,9 @@ fn converse(mut stream: TcpStream, state: &State, script: &dyn Fn(&Seen, &mut Co
 /// KV events does, and not counted among the requests of the test.
 fn is_question(seen: &Seen) -> bool {
     let info = ["/v1/models", "/kv_event_sources", "/server_info", "/get_server_info", "/v1/server_info", "/metrics"];
-    seen.method == "GET" && info.contains(&seen.target.as_str())
+    let tokenize = ["/tokenize", "/v1/tokenize"];
+    (seen.method == "GET" && info.contains(&seen.target.as_str()))
+        || (seen.method == "POST" && tokenize.contains(&seen.target.as_str()))
 }
 
 fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Seen> {
