@@ -478,7 +478,7 @@ fn token_ids_need_no_tokenizer() {
 fn a_namespace_of_the_requests_own_gets_no_plain_credit() {
     let check = |member: &str, has_blocks: bool| {
         let body = format!(r#"{{"prompt":[1,2,3,4],{member}}}"#);
-        let found = blocks(None, Endpoint::Completions, Vllm, body.as_bytes(), 4);
+        let found = attempt(None, Endpoint::Completions, Vllm, None, body.as_bytes(), &[4], 0).map(drop);
         let expected = Err(NoBlocks::Unsupported("a cache namespace of the request's own"));
         if has_blocks { assert!(found.is_ok(), "{body}") } else { assert_eq!(found, expected, "{body}") }
     };
