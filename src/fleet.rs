@@ -1,12 +1,16 @@
 //! The immutable fleet: every known worker, its routing targets, and the pools per model. Built by the
 //! ingest core, published together with the index, read by every shard. No IO, no locks, no clock.
 
+mod parity;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::worker::{Generation, Name, Role, WorkerRecord};
+
+pub use parity::{Parity, TargetParity};
 
 /// Small dense number of a target in the index; given out by the ingest core, reused only after every
 /// trace of the former holder is gone from the index.
@@ -31,6 +35,8 @@ pub struct DiscoveredWorker {
     /// Resolved `host:port` of the record's URL; absent while it does not resolve.
     pub address: Option<SocketAddr>,
     pub state: WorkerState,
+    /// Whether the worker's own token ids are the router's, by asking it.
+    pub probed: Parity,
 }
 
 /// One registration of one worker.
@@ -45,6 +51,9 @@ pub struct Worker {
     /// Path in front of every request's path (the URL's own path without its trailing slash), mostly empty.
     pub base_path: String,
     pub state: WorkerState,
+    /// Id of the template arguments that the engine adds to every chat; absent where they are not known, and the fleet's
+    /// are taken for them.
+    pub variant: Option<u64>,
 }
 
 /// Identity of a target over the life of the process; never reused.
@@ -155,6 +164,7 @@ pub struct Target {
     pub route_key: Name,
     pub load: Arc<TargetLoad>,
     pub demand: Arc<TargetDemand>,
+    pub parity: Arc<TargetParity>,
     /// Tokens per block; absent when the worker has no (usable) block size.
     pub block_size: Option<u32>,
 }
@@ -238,6 +248,7 @@ pub(crate) mod fixtures {
                 authority: member.id.to_owned(),
                 base_path: String::new(),
                 state: WorkerState::Active,
+                variant: None,
             });
             fleet.workers.push(worker.clone());
             for rank in 0..member.ranks {
@@ -251,6 +262,7 @@ pub(crate) mod fixtures {
                     route_key: member.id.into(),
                     load: Arc::default(),
                     demand: Arc::default(),
+                    parity: Arc::default(),
                     block_size: Some(16),
                 });
                 let pool = fleet.models.entry(member.model.into()).or_default();

@@ -29,3 +29,4 @@ pub mod ingest;
 pub mod inspect;
 pub mod logging;
 pub mod metrics;
+pub mod parity;

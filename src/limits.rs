@@ -3,9 +3,20 @@
 /// Largest request body that is read, bytes (`--max-body-bytes`).
 pub const BODY_BYTES_MAX: usize = 64 << 20;
 
-/// Bodies up to this many bytes are rendered, encoded and hashed on the shard itself: about 1 ms at
-/// worst. Longer ones go to the encoder pool, so that relays on the same shard do not notice.
-pub const INLINE_PROMPT_BODY_BYTES: usize = 2 << 10;
+/// Bodies up to this many bytes and messages are rendered, and looked for in the prefix cache, on the shard itself: about
+/// 1 ms at worst. Longer ones go to the encoder pool as they are, so that relays on the same shard do not notice.
+pub const SHARD_PROMPT_BODY_BYTES: usize = 1 << 20;
+pub const SHARD_PROMPT_MESSAGES: usize = 512;
+
+/// New text up to this many bytes is encoded on the shard: some 0.1 ms with the fast encoder, and with the reference,
+/// which takes about 50 times as long, 1 ms for its own bound. Below `LONG_PIECE_BYTES`: a thread that encodes a long
+/// piece may have to wait for another that does.
+pub const SHARD_NEW_TEXT_BYTES: usize = (8 << 10) - 1;
+pub const SHARD_NEW_TEXT_BYTES_REFERENCE: usize = 2 << 10;
+
+/// Pieces of a prompt from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
+pub const LONG_PIECE_BYTES: usize = 8 << 10;
+const _: () = assert!(SHARD_NEW_TEXT_BYTES < LONG_PIECE_BYTES && SHARD_NEW_TEXT_BYTES_REFERENCE < LONG_PIECE_BYTES);
 
 /// Jobs waiting for an encoder thread, per thread. A full queue routes by load.
 pub const ENCODER_QUEUE_JOBS: usize = 256;
@@ -126,6 +137,35 @@ pub const PROMPT_CACHE_BYTES: usize = 128 << 20;
 /// Ranks that share one ZMQ context. A context takes 1,023 sockets, and a rank needs up to four: subscription, the two
 /// ends of its monitor, and a replay now and then.
 pub const RANKS_PER_EVENT_CONTEXT: usize = 200;
+
+/// Longest body that is kept to explain a divergence, bytes; requests with a longer one are not watched.
+pub const PARITY_BODY_BYTES_MAX: usize = 4 << 20;
+
+/// Between two watched requests of one target: while it is unknown or in doubt, and once it is confirmed.
+pub const PARITY_INTERVAL_IN_DOUBT: std::time::Duration = std::time::Duration::from_millis(500);
+pub const PARITY_INTERVAL_CONFIRMED: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// How long events may trail the end of the request that caused them.
+pub const PARITY_GRACE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// Longest time that one watched request keeps its target from another.
+pub const PARITY_CHECK_MAX: std::time::Duration = std::time::Duration::from_secs(600);
+
+/// Branches beside the expected blocks that one check keeps, and tokens of each.
+pub const PARITY_BRANCHES_MAX: usize = 4;
+pub const PARITY_BRANCH_TOKENS_MAX: usize = 1 << 16;
+
+/// Divergences waiting to be explained; further ones are only counted.
+pub const PARITY_EXPLANATIONS_MAX: usize = 8;
+
+/// A request's own `chat_template`, bytes. The longest of a known model has 30,000; the time of a chain of `~` is quadratic.
+pub const REQUEST_TEMPLATE_BYTES_MAX: usize = 32 << 10;
+
+/// Fuel of one rendering of such a template, which also bounds the text that it may make on the way, to 128 MiB.
+pub const REQUEST_TEMPLATE_FUEL: u64 = 2_000_000;
+/// Asking one engine to forget its cache (`--kv-self-heal`), and how many are asked at a time.
+pub const SELF_HEAL_ASK_DEADLINE: std::time::Duration = std::time::Duration::from_secs(15);
+pub const SELF_HEAL_ASKS_MAX: usize = 16;
 /// Tokens of a `tiktoken.model`; the largest known has 163,584.
 pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
 /// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.

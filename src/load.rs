@@ -5,18 +5,53 @@
 //! `pending`, and the ingest core replaces them by the exact number of *distinct* in-flight blocks when it
 //! reads the message a moment later. Never does IO.
 
+mod distinct;
+
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use bytes::Bytes;
+use distinct::DistinctBlocks;
+
+use crate::fleet::{Slot, Worker};
 pub use crate::fleet::{TargetId, TargetLoad};
 use crate::hash::BlockHash;
+use crate::prompt::Endpoint;
 
 /// What shards tell the ingest core.
 #[derive(Debug)]
 pub enum LedgerMessage {
-    Started { target: TargetId, load: Arc<TargetLoad>, blocks: Arc<[BlockHash]> },
-    Finished { target: TargetId, blocks: Arc<[BlockHash]> },
+    Started {
+        target: TargetId,
+        load: Arc<TargetLoad>,
+        blocks: Arc<[BlockHash]>,
+    },
+    Finished {
+        target: TargetId,
+        /// The same allocation as at the start.
+        blocks: Arc<[BlockHash]>,
+        /// The worker has computed the whole prompt and answered it well.
+        is_complete: bool,
+    },
+    /// The request that is about to be booked is to be watched: do the worker's events show these blocks?
+    Expected(Box<Expectation>),
+}
+
+/// A request whose blocks the worker's own events are to show.
+#[derive(Debug)]
+pub struct Expectation {
+    pub target: TargetId,
+    pub slot: Slot,
+    pub worker: Arc<Worker>,
+    /// Tokens per block.
+    pub block_size: u32,
+    /// The allocation of the booking, which is known by it.
+    pub blocks: Arc<[BlockHash]>,
+    pub endpoint: Endpoint,
+    /// What the blocks were made of.
+    pub body: Bytes,
 }
 
 /// Where a booking sends its messages: the ingest core's queue. A message is never lost, and `send` never
@@ -32,6 +67,7 @@ pub struct Booking {
     load: Arc<TargetLoad>,
     blocks: Arc<[BlockHash]>,
     ledger: Arc<dyn LedgerSink>,
+    is_complete: Cell<bool>,
 }
 
 impl Booking {
@@ -51,7 +87,12 @@ impl Booking {
             load.pending_blocks.fetch_add(blocks.len() as u64, Ordering::Relaxed);
             ledger.send(LedgerMessage::Started { target, load: load.clone(), blocks: blocks.clone() });
         }
-        Self { target, load: load.clone(), blocks, ledger: ledger.clone() }
+        Self { target, load: load.clone(), blocks, ledger: ledger.clone(), is_complete: Cell::new(false) }
+    }
+
+    /// The worker has computed the whole prompt and answered it well.
+    pub fn note_complete(&self) {
+        self.is_complete.set(true);
     }
 }
 
@@ -62,12 +103,13 @@ impl Drop for Booking {
             self.load.blockless_requests.fetch_sub(1, Ordering::Relaxed);
         } else {
             let blocks = std::mem::replace(&mut self.blocks, Arc::new([]));
-            self.ledger.send(LedgerMessage::Finished { target: self.target, blocks });
+            let is_complete = self.is_complete.get();
+            self.ledger.send(LedgerMessage::Finished { target: self.target, blocks, is_complete });
         }
     }
 }
 
-/// Reference counts of in-flight blocks per target. Lives on the ingest core; one `apply` per message.
+/// The prompts in flight per target. Lives on the ingest core; one `apply` per message.
 #[derive(Default)]
 pub struct Ledger {
     targets: HashMap<TargetId, Entry>,
@@ -75,7 +117,7 @@ pub struct Ledger {
 
 struct Entry {
     load: Arc<TargetLoad>,
-    counts: HashMap<BlockHash, u32>,
+    blocks: DistinctBlocks,
     requests: u64,
 }
 
@@ -83,8 +125,14 @@ impl Ledger {
     pub fn apply(&mut self, message: LedgerMessage) {
         match message {
             LedgerMessage::Started { target, load, blocks } => self.started(target, load, &blocks),
-            LedgerMessage::Finished { target, blocks } => self.finished(target, &blocks),
+            LedgerMessage::Finished { target, blocks, .. } => self.finished(target, &blocks),
+            LedgerMessage::Expected(_) => {}
         }
+    }
+
+    /// Whether a request in flight on the target has this block in its prompt.
+    pub fn is_booked(&self, target: TargetId, block: BlockHash) -> bool {
+        self.targets.get(&target).is_some_and(|entry| entry.blocks.contains(block))
     }
 
     /// Targets that hold at least one request.
@@ -92,14 +140,16 @@ impl Ledger {
         self.targets.len()
     }
 
-    fn started(&mut self, target: TargetId, load: Arc<TargetLoad>, blocks: &[BlockHash]) {
-        let entry = self.targets.entry(target).or_insert_with(|| Entry { load, counts: HashMap::new(), requests: 0 });
+    fn started(&mut self, target: TargetId, load: Arc<TargetLoad>, blocks: &Arc<[BlockHash]>) {
+        let entry = self.targets.entry(target).or_insert_with(|| Entry {
+            load,
+            blocks: DistinctBlocks::default(),
+            requests: 0,
+        });
         entry.requests += 1;
-        for block in blocks {
-            *entry.counts.entry(*block).or_insert(0) += 1;
-        }
+        entry.blocks.add(blocks);
         // Exact before approximate: a reader between the two sees too much load for a moment, never too little.
-        entry.load.distinct_blocks.store(entry.counts.len() as u64, Ordering::Relaxed);
+        entry.load.distinct_blocks.store(entry.blocks.count() as u64, Ordering::Relaxed);
         entry.load.pending_blocks.fetch_sub(blocks.len() as u64, Ordering::Relaxed);
     }
 
@@ -108,16 +158,9 @@ impl Ledger {
             debug_assert!(false, "a booking finished that never started");
             return;
         };
-        for block in blocks {
-            if let Some(count) = entry.counts.get_mut(block) {
-                *count -= 1;
-                if *count == 0 {
-                    entry.counts.remove(block);
-                }
-            }
-        }
+        entry.blocks.remove(blocks);
         entry.requests -= 1;
-        entry.load.distinct_blocks.store(entry.counts.len() as u64, Ordering::Relaxed);
+        entry.load.distinct_blocks.store(entry.blocks.count() as u64, Ordering::Relaxed);
         if entry.requests == 0 {
             self.targets.remove(&target);
         }

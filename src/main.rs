@@ -8,12 +8,13 @@ use anyhow::Context;
 use infera_router::admin::{Admin, AdminState};
 use infera_router::config::{self, Config, InspectCommand, Invocation};
 use infera_router::discovery::Discovery;
+use infera_router::ingest::self_heal::SelfHeal;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
 use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared, Steering};
 use infera_router::route::Policy;
-use infera_router::{inspect, logging};
+use infera_router::{inspect, logging, parity};
 use infera_shards::Engine;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -50,21 +51,30 @@ fn serve(config: &Config) -> anyhow::Result<()> {
 
     config::raise_descriptor_limit();
     let prompter = config.prompter()?;
+    // Loading a tokenizer takes several times the memory of the loaded one.
+    infera_shards::release_free_memory();
     let ingest = Ingest::start(IngestConfig {
         cpu: config.placement().ingest,
         subscribe: config.policy == Policy::KvAware,
+        divergences: parity::start_if_heard(prompter.clone())?,
         ..IngestConfig::default()
     })?;
     let fleet_updates = ingest.fleet_updates.clone();
-    let discovery = Discovery::start(config.discovery.clone(), move |workers| fleet_updates.send(workers))?;
+    let discovery =
+        Discovery::start_with(config.discovery.clone(), prompter.clone(), move |workers| fleet_updates.send(workers))?;
 
     let warm = prompter.clone();
-    let warm_up = move || warm.iter().for_each(|prompter| prompter.warm_up());
+    let warm_up = move || {
+        warm.iter().for_each(|prompter| prompter.warm_up());
+        infera_shards::release_free_memory();
+    };
     let encoders = EncoderPool::start_warm(config.encoder_thread_count(), warm_up)?;
 
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
     let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
+    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry()));
+    let heal = heal.transpose()?;
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(
         metrics.clone(),
@@ -124,6 +134,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     }
     drop(engine);
     discovery.stop();
+    drop(heal);
     drop(shared);
     admin.stop();
     ingest.stop();

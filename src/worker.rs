@@ -95,6 +95,10 @@ pub struct WorkerRecord {
     /// command line or learnt from the engine; never written when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_replay_endpoint: Option<String>,
+    /// Template arguments that the engine adds to every chat request (`--default-chat-template-kwargs`). Not part of
+    /// Infera's record: given by hand or learnt from the engine; absent means not known, and never written then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub default_chat_template_kwargs: Option<serde_json::Map<String, serde_json::Value>>,
     /// Tokens per KV block, at least 1.
     pub kv_block_size: Option<u32>,
     /// Set: a worker dedicated to one rank.
@@ -119,6 +123,7 @@ impl WorkerRecord {
             disagg_meta: None,
             kv_events_endpoint: None,
             kv_replay_endpoint: None,
+            default_chat_template_kwargs: None,
             kv_block_size: None,
             dp_rank: None,
             dp_size: None,

@@ -210,13 +210,15 @@ fn lost_batches_are_replayed_and_nothing_is_forgotten() {
         let context = zmq::Context::new();
         let prompt = tokens(1, 5);
         let mut publisher = Publisher::new(&context);
-        let buffer = send_with_losses(&publisher, &prompt, 0, &[]);
-        let server = ReplayServer::start(&context, buffer, with_topic);
+        let buffer = Buffer::default();
+        let server = ReplayServer::start_on(&context, buffer.clone(), with_topic);
         let ingest = start();
         let mut worker = worker("a:1", Some(&publisher.endpoint));
         worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
         ingest.fleet_updates.send(vec![worker]);
         publisher = publisher.subscribed();
+        server.wait_answered(1);
+        *buffer.lock().unwrap() = send_with_losses(&publisher, &prompt, 5, &[]);
         send_with_losses(&publisher, &prompt, 0, &[1, 2]);
         wait_depth(&ingest, "a:1", &prompt, 5);
         let counts = |status: &infera_router::index::RankStatus| {
@@ -224,17 +226,19 @@ fn lost_batches_are_replayed_and_nothing_is_forgotten() {
         };
         assert_eq!(status(&ingest, "a:1", 0, counts), (0, 0, 2, 5), "each batch once");
         assert!(ingest.stop());
-        assert_eq!(server.stop(), [1]);
+        assert_eq!(server.stop(), [0, 1], "what was said before, then exactly the gap");
     }
 }
 
-/// The router comes when the engine is at its fourth batch: the first three are asked for.
+/// The router comes when the engine has said three batches: they are asked for at once, whether or not more is said.
 #[test]
 fn a_late_router_recovers_by_replay() {
     let context = zmq::Context::new();
     let prompt = tokens(1, 5);
     let mut publisher = Publisher::new(&context);
-    let server = ReplayServer::start(&context, send_with_losses(&publisher, &prompt, 0, &[]), true);
+    let mut said = send_with_losses(&publisher, &prompt, 5, &[]);
+    said.truncate(3);
+    let server = ReplayServer::start(&context, said, true);
     let ingest = start();
     // Address and replay socket become known one after the other, without a new registration.
     let mut worker = worker("a:1", None);
@@ -244,10 +248,10 @@ fn a_late_router_recovers_by_replay() {
     worker.record.kv_events_endpoint = Some(publisher.endpoint.clone());
     ingest.fleet_updates.send(vec![worker.clone()]);
     publisher = publisher.subscribed();
+    wait_until("connected", || status(&ingest, "a:1", 0, |status| status.is_connected()));
     worker.record.kv_replay_endpoint = Some(server.endpoint.clone());
-    let updates = ingest.stats.fleet_updates.get();
     ingest.fleet_updates.send(vec![worker]);
-    wait_until("the update", || ingest.stats.fleet_updates.get() > updates);
+    wait_depth(&ingest, "a:1", &prompt, 3);
     send_with_losses(&publisher, &prompt, 3, &[]);
     wait_depth(&ingest, "a:1", &prompt, 5);
     assert_eq!(ingest.view.load().fleet.targets[0].id, target);
@@ -263,8 +267,8 @@ fn a_replay_that_cannot_help_resets() {
     let prompt = tokens(1, 5);
     for answers in [true, false] {
         let mut publisher = Publisher::new(&context);
-        let late = send_with_losses(&publisher, &prompt, 0, &[]).split_off(3);
-        let server = answers.then(|| ReplayServer::start(&context, late, true));
+        let buffer = Buffer::default();
+        let server = answers.then(|| ReplayServer::start_on(&context, buffer.clone(), true));
         let ingest = start();
         let mut worker = worker("a:1", Some(&publisher.endpoint));
         // Port 9 (discard) of the loopback: nobody listens there.
@@ -272,6 +276,8 @@ fn a_replay_that_cannot_help_resets() {
             Some(server.as_ref().map_or("tcp://127.0.0.1:9".to_owned(), |server| server.endpoint.clone()));
         ingest.fleet_updates.send(vec![worker]);
         publisher = publisher.subscribed();
+        server.iter().for_each(|server| server.wait_answered(1));
+        *buffer.lock().unwrap() = send_with_losses(&publisher, &prompt, 5, &[]).split_off(3);
         send_with_losses(&publisher, &prompt, 0, &[1, 2, 3]);
         wait_until("the reset", || status(&ingest, "a:1", 0, |status| status.resets.get()) == 1);
         wait_until("what is left waits for its parents", || {
@@ -426,4 +432,153 @@ fn an_idle_core_does_not_turn() {
     let before = ingest.stats.turns.get();
     std::thread::sleep(Duration::from_millis(300));
     assert!(ingest.stats.turns.get() - before <= 2, "turns without a reason");
+}
+
+/// A clear of one rank, in one message with the store that follows it, leaves the other ranks of the worker alone.
+#[test]
+fn a_clear_is_of_one_rank() {
+    let context = zmq::Context::new();
+    let (mut first, mut second) = loop {
+        let first = Publisher::new(&context);
+        let (host, port) = first.endpoint.rsplit_once(':').unwrap();
+        let next = format!("{host}:{}", port.parse::<u32>().unwrap() + 1);
+        if let Some(second) = Publisher::bind(&context, &next) {
+            break (first, second);
+        }
+    };
+    let ingest = start();
+    let mut ranked = worker("a:1", Some(&first.endpoint));
+    ranked.record.dp_size = Some(2);
+    ingest.fleet_updates.send(vec![ranked]);
+    (first, second) = (first.subscribed(), second.subscribed());
+    let (prompt, other) = (tokens(1, 4), tokens(900, 2));
+    for publisher in [&mut first, &mut second] {
+        publisher.send(&[Event::Store { tokens: &prompt, from: 0 }]);
+    }
+    wait_depth(&ingest, "a:1#dp0", &prompt, 4);
+    wait_depth(&ingest, "a:1#dp1", &prompt, 4);
+    first.send(&[Event::Clear, Event::Store { tokens: &other, from: 0 }]);
+    wait_depth(&ingest, "a:1#dp0", &other, 2);
+    assert_eq!((depth(&ingest, "a:1#dp0", &prompt), depth(&ingest, "a:1#dp1", &prompt)), (Some(0), Some(4)));
+    // What waits for its parent goes as well.
+    second.send(&[Event::Store { tokens: &tokens(2_000, 4), from: 2 }]);
+    wait_until("orphans", || status(&ingest, "a:1", 1, |status| status.orphans_waiting.get()) == 2);
+    second.send(&[Event::Clear]);
+    wait_until("none", || status(&ingest, "a:1", 1, |status| status.orphans_waiting.get()) == 0);
+}
+
+/// A relay between publisher and router that can fall silent as a host does that has lost its power: both connections stay
+/// open, and nothing passes.
+struct Relay {
+    endpoint: String,
+    is_silent: Arc<std::sync::atomic::AtomicBool>,
+}
+
+impl Relay {
+    fn to(publisher: &Publisher) -> Self {
+        use std::net::{TcpListener, TcpStream};
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("tcp://{}", listener.local_addr().unwrap());
+        let target = publisher.endpoint.strip_prefix("tcp://").unwrap().to_owned();
+        let is_silent = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let silence = is_silent.clone();
+        std::thread::spawn(move || {
+            for router in listener.incoming().map_while(Result::ok) {
+                // A connection that is made while the host is dead gets no answer either.
+                let Ok(engine) = TcpStream::connect(&target) else { continue };
+                for (from, to) in [(&router, &engine), (&engine, &router)] {
+                    let (from, to, silence) = (from.try_clone().unwrap(), to.try_clone().unwrap(), silence.clone());
+                    std::thread::spawn(move || pass_on(from, to, &silence));
+                }
+            }
+        });
+        Self { endpoint, is_silent }
+    }
+}
+
+fn pass_on(mut from: std::net::TcpStream, mut to: std::net::TcpStream, silence: &std::sync::atomic::AtomicBool) {
+    use std::io::{Read, Write};
+    let mut bytes = [0; 4096];
+    while let Ok(length @ 1..) = from.read(&mut bytes) {
+        if !silence.load(std::sync::atomic::Ordering::Relaxed) && to.write_all(&bytes[..length]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(std::net::Shutdown::Both);
+}
+
+/// The host of a publisher dies without a word: noticed by the heartbeat. No credit meanwhile, and the worker stays a target.
+/// When it is back, what the view missed is asked for.
+#[test]
+fn a_publisher_whose_host_died_is_noticed() {
+    use infera_router::index::Hits;
+    let context = zmq::Context::new();
+    let prompt = tokens(1, 5);
+    let mut publisher = Publisher::new(&context);
+    let buffer = Buffer::default();
+    let server = ReplayServer::start_on(&context, buffer.clone(), true);
+    let relay = Relay::to(&publisher);
+    let ingest = start();
+    let mut record = worker("a:1", Some(&relay.endpoint));
+    record.record.kv_replay_endpoint = Some(server.endpoint.clone());
+    ingest.fleet_updates.send(vec![record]);
+    publisher = publisher.subscribed();
+    let credit = || {
+        let view = ingest.view.load_full();
+        let mut hits = Hits::new();
+        view.index.query(&prompt_blocks(&prompt, BLOCK_SIZE), &mut hits);
+        let target = &view.fleet.targets[0];
+        view.credit(target.slot, &hits, &hits, 0.0)
+    };
+    server.wait_answered(1);
+    send_with_losses(&publisher, &prompt, 0, &[2, 3, 4]);
+    wait_until("credit", || credit() == 2);
+    relay.is_silent.store(true, std::sync::atomic::Ordering::Relaxed);
+    wait_until("noticed", || !status(&ingest, "a:1", 0, |status| status.is_connected()));
+    assert_eq!((credit(), depth(&ingest, "a:1", &prompt)), (0, Some(2)), "no credit, still a target, not forgotten");
+    // Said into the void.
+    let mut said = send_with_losses(&publisher, &prompt, 2, &[4]);
+    said.truncate(4);
+    *buffer.lock().unwrap() = said;
+    relay.is_silent.store(false, std::sync::atomic::Ordering::Relaxed);
+    wait_until("connected again", || status(&ingest, "a:1", 0, |status| status.is_connected()));
+    publisher = publisher.subscribed();
+    wait_until("what was missed", || credit() == 4);
+    send_with_losses(&publisher, &prompt, 4, &[]);
+    wait_until("all of it", || credit() == 5);
+    drop(ingest);
+    assert_eq!(server.stop(), [0, 1], "the last batch heard is the proof that it is the same publisher");
+}
+
+/// The engine restarts while the router is away, and is past the former one's number by the time of the reconnection: what
+/// is missed is not filled into the old view.
+#[test]
+fn a_new_life_past_the_former_ones_number_is_told_apart() {
+    let context = zmq::Context::new();
+    let (old, new) = (tokens(1, 5), tokens(1_000, 5));
+    let mut publisher = Publisher::new(&context);
+    let buffer = Buffer::default();
+    let server = ReplayServer::start_on(&context, buffer.clone(), true);
+    let ingest = start();
+    let mut record = worker("a:1", Some(&publisher.endpoint));
+    record.record.kv_replay_endpoint = Some(server.endpoint.clone());
+    ingest.fleet_updates.send(vec![record]);
+    publisher = publisher.subscribed();
+    server.wait_answered(1);
+    send_with_losses(&publisher, &old, 0, &[2, 3, 4]);
+    wait_depth(&ingest, "a:1", &old, 2);
+    let endpoint = publisher.endpoint.clone();
+    drop(publisher);
+    wait_until("noticed", || !status(&ingest, "a:1", 0, |status| status.is_connected()));
+    publisher = Publisher::rebind(&context, &endpoint);
+    let mut said = send_with_losses(&publisher, &new, 5, &[]);
+    said.truncate(4);
+    *buffer.lock().unwrap() = said;
+    publisher = publisher.subscribed();
+    wait_depth(&ingest, "a:1", &new, 4);
+    assert_eq!(depth(&ingest, "a:1", &old), Some(0));
+    send_with_losses(&publisher, &new, 4, &[]);
+    wait_depth(&ingest, "a:1", &new, 5);
+    drop(ingest);
+    assert_eq!(server.stop(), [0, 1, 0]);
 }

@@ -1,12 +1,12 @@
 //! Publishers that restart and workers that come and go leave no descriptor, thread, block or run behind. Alone in its
 //! process, because it counts the process's own descriptors and threads.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod kv_publisher;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use infera_router::ingest::{Ingest, IngestConfig};
+use infera_router::ingest::{Ingest, IngestConfig, IngestHandle};
 use kv_publisher::*;
 
 fn entries(directory: &str) -> usize {
@@ -69,5 +69,52 @@ fn restarts_and_leaves_leave_nothing_behind() {
     assert_eq!(ingest.view.load().ranks.len(), 0);
     assert_eq!((ingest.stats.index_blocks.get(), ingest.stats.index_runs.get()), (0, 0));
     drop(storm);
+    joins_and_leaves(&ingest, &context, 10_000);
     assert!(ingest.stop());
+}
+
+fn resident_bytes() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * rustix::param::page_size()
+}
+
+/// Workers join, are told of blocks, and leave, a hundred at a time and each under a name of its own: memory, descriptors and
+/// threads are where they were after the first fifth; of memory, half a kilobyte per worker would show.
+fn joins_and_leaves(ingest: &IngestHandle, context: &zmq::Context, workers: usize) {
+    const AT_ONCE: usize = 100;
+    let mut publisher = Publisher::new(context);
+    let prompt: Vec<u32> = (1..=256).collect();
+    let mut before = None;
+    for round in 0..workers / AT_ONCE {
+        let ids: Vec<String> = (0..AT_ONCE).map(|at| format!("w{}:1", round * AT_ONCE + at)).collect();
+        ingest.fleet_updates.send(ids.iter().map(|id| worker(id, Some(&publisher.endpoint))).collect());
+        publisher.wait_subscription(1);
+        wait_until("all connected", || {
+            let view = ingest.view.load();
+            view.ranks.len() == ids.len() && view.ranks.iter().flatten().all(|rank| rank.is_connected())
+        });
+        // A subscription may arrive a little after its handshake, so it is said again; not so often that it piles up.
+        let mut tries = 0;
+        wait_until("all have heard", || {
+            if tries % 200 == 0 {
+                publisher.send(&[Event::Clear, Event::Store { tokens: &prompt, from: 0 }]);
+            }
+            tries += 1;
+            ids.iter().all(|id| depth(ingest, id, &prompt) == Some(64))
+        });
+        ingest.fleet_updates.send(Vec::new());
+        publisher.wait_subscription(0);
+        wait_until("an empty index", || {
+            ingest.stats.index_blocks.get() == 0
+                && ingest.view.load().ranks.is_empty()
+                && ingest.stats.views_retired.get() == 0
+        });
+        if round * AT_ONCE == workers / 5 {
+            before = Some((usage(), resident_bytes()));
+        }
+    }
+    let (used, resident) = before.unwrap();
+    wait_until(&format!("{used:?} descriptors and threads"), || usage() <= used);
+    println!("resident: {resident} bytes after a fifth of {workers} workers, {} at the end", resident_bytes());
+    assert!(resident_bytes() <= resident + (4 << 20), "{resident} bytes became {}", resident_bytes());
 }

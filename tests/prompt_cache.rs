@@ -80,7 +80,7 @@ fn helping_threads_change_nothing() {
             (0..8).map(|index| turn(&mut random, if index % 2 == 0 { "user" } else { "assistant" })).collect();
         let body = json!({"messages": messages}).to_string();
         let blocks = |prompter: &Prompter| {
-            prompter.blocks_by_size(Endpoint::Chat, EngineRules::Vllm, body.as_bytes(), &BLOCK_SIZES).unwrap()
+            prompter.blocks_by_size(Endpoint::Chat, EngineRules::Vllm, None, body.as_bytes(), &BLOCK_SIZES).unwrap()
         };
         assert_eq!(blocks(&helped), blocks(&alone), "round {round}, seed {seed}");
     }
@@ -154,8 +154,9 @@ fn check(name: &str) {
             let ids = tokens(&reference);
             let context = || format!("{name}, seed {seed}, round {round}, turn {turn}, ends {with_ends}: {whole:?}");
             assert_eq!(tokens(&cached), ids, "encoders differ: {}", context());
-            let blocks =
-                cached.blocks_by_size(Endpoint::Completions, EngineRules::Vllm, body.as_bytes(), &BLOCK_SIZES).unwrap();
+            let blocks = cached
+                .blocks_by_size(Endpoint::Completions, EngineRules::Vllm, None, body.as_bytes(), &BLOCK_SIZES)
+                .unwrap();
             for (size, blocks) in BLOCK_SIZES.iter().zip(blocks) {
                 assert_eq!(blocks.tokens, ids.len(), "tokens in blocks of {size}: {}", context());
                 assert_eq!(*blocks.hashes, prompt_blocks(&ids, *size), "blocks of {size}: {}", context());

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use infera_router::hash::prompt_blocks;
 use infera_router::prompt::{
-    Attempt, Endpoint, EngineRules, NoBlocks, Prompt, Prompter, PrompterOptions, Variant, blocks,
+    Attempt, Endpoint, EngineRules, NoBlocks, Prompt, Prompter, PrompterOptions, Variant, attempt,
     tokens_without_tokenizer,
 };
 use serde_json::json;
@@ -318,6 +318,49 @@ fn a_request_brings_its_own_template_only_where_that_is_allowed() {
     assert_eq!(model_with(false, config(), open).text(Vllm, body), "own u");
 }
 
+/// Templates that a request may bring are hostile until shown otherwise: each ends soon, and none ends the process.
+#[test]
+fn a_template_of_a_request_is_bounded() {
+    let open = PrompterOptions { allow_request_chat_template: true, ..PrompterOptions::default() };
+    let model = model_with(false, json!({"chat_template": "ours"}), open);
+    let reason = |template: &str, content: &str| {
+        let body = json!({"messages": [{"role": "user", "content": content}], "chat_template": template});
+        model.chat(Vllm, &body.to_string()).map_err(|refusal| refusal.reason())
+    };
+    let long = "x".repeat(64 << 10);
+    let loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
+    assert_eq!(reason(loops, "u"), Err("too_long"), "fuel");
+    let output = "{% for a in range(9999) %}{{ messages[0].content }}{% endfor %}";
+    assert_eq!(reason(output, &long), Err("too_long"), "output");
+    let doubled = "{% set ns = namespace(t=messages[0].content) %}{% for a in range(64) %}\
+        {% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}";
+    assert_eq!(reason(doubled, &long), Err("too_long"), "memory of a value");
+    let recursive = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}";
+    assert_eq!(reason(recursive, "u"), Err("template_failed"), "recursion");
+    assert_eq!(reason(&"x".repeat((32 << 10) + 1), "u"), Err("too_long"), "the source");
+    // As deep as the source may be. Whether such an expression means anything is the compiler's to say; it comes back.
+    let levels = [
+        ("(", ")"),
+        ("[", "]"),
+        ("-", ""),
+        ("not ", ""),
+        ("", "+1"),
+        ("", "~1"),
+        ("", "[0]"),
+        ("", ".a"),
+        ("", "|int"),
+        ("{% if 1 %}", "{% endif %}"),
+        ("{% for a in [1] %}", "{% endfor %}"),
+    ];
+    for (open, close) in levels {
+        let (start, end) = if open.starts_with('{') { ("", "") } else { ("{{ ", " }}") };
+        let depth = ((32 << 10) - 16) / (open.len() + close.len());
+        let nested = format!("{start}{}1{}{end}", open.repeat(depth), close.repeat(depth));
+        let _ = reason(&nested, "u");
+        assert!(reason("{{ messages[0].content }}", "u").is_ok(), "{open:?} {close:?}");
+    }
+}
+
 #[test]
 fn roles_and_reasoning_by_engine() {
     let model = model(
@@ -415,10 +458,35 @@ fn token_ids_need_no_tokenizer() {
     for endpoint in [Endpoint::Chat, Endpoint::Completions] {
         let prompt = tokens_without_tokenizer(endpoint, br#"{"prompt":[1,2,3,4],"messages":[]}"#).unwrap();
         assert_eq!(prompt, Prompt { text: None, ids: vec![1, 2, 3, 4] });
-        let found = blocks(None, endpoint, Vllm, br#"{"prompt":[1,2,3,4,5]}"#, 4).unwrap();
+        let blocks = |endpoint, engine, body: &[u8], block_size| {
+            attempt(None, endpoint, engine, None, body, &[block_size], 0).map(|attempt| match attempt {
+                Attempt::Ready(mut blocks) => blocks.remove(0),
+                Attempt::Later(_) => panic!("token ids need no encoding"),
+            })
+        };
+        let found = blocks(endpoint, Vllm, br#"{"prompt":[1,2,3,4,5]}"#, 4).unwrap();
         assert_eq!((found.hashes[0].0, found.hashes.len(), found.tokens), (0x341839abbe30be0b, 1, 5));
-        assert_eq!(blocks(None, endpoint, Vllm, br#"{"prompt":"text"}"#, 4), Err(NoBlocks::NoTokenizer));
-        assert_eq!(blocks(None, endpoint, Vllm, br#"{"prompt":"te"#, 4), Err(NoBlocks::BadJson));
-        assert_eq!(blocks(None, endpoint, Vllm, b"\xff", 4), Err(NoBlocks::BadJson));
+        assert_eq!(blocks(endpoint, Vllm, br#"{"prompt":"text"}"#, 4), Err(NoBlocks::NoTokenizer));
+        assert_eq!(blocks(endpoint, Vllm, br#"{"prompt":"te"#, 4), Err(NoBlocks::BadJson));
+        assert_eq!(blocks(endpoint, Vllm, b"\xff", 4), Err(NoBlocks::BadJson));
+    }
+}
+
+/// vLLM keys the blocks of a salted request apart, SGLang also those of an adapter or an extra key: what the plain namespace
+/// holds of the same text is not there for them.
+#[test]
+fn a_namespace_of_the_requests_own_gets_no_plain_credit() {
+    let check = |member: &str, has_blocks: bool| {
+        let body = format!(r#"{{"prompt":[1,2,3,4],{member}}}"#);
+        let found = attempt(None, Endpoint::Completions, Vllm, None, body.as_bytes(), &[4], 0).map(drop);
+        let expected = Err(NoBlocks::Unsupported("a cache namespace of the request's own"));
+        if has_blocks { assert!(found.is_ok(), "{body}") } else { assert_eq!(found, expected, "{body}") }
+    };
+    for name in ["cache_salt", "extra_key", "lora_path"] {
+        check(&format!(r#""{name}":"tenant""#), false);
+        check(&format!(r#""{name}":["a"]"#), false);
+        check(&format!(r#""{name}":null"#), true);
+        check(&format!(r#""{name}":"""#), true);
+        check(&format!(r#""metadata":{{"{name}":"tenant"}}"#), true);
     }
 }

@@ -40,6 +40,12 @@ pub fn pin_thread(thread: Option<rustix::process::Pid>, core: usize) -> Result<(
     sched_setaffinity(thread, &set).with_context(|| format!("cannot pin to core {core}"))
 }
 
+/// CPU time that the calling thread has used.
+pub fn thread_cpu() -> std::time::Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    std::time::Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
 /// Raises the soft descriptor limit to the hard one (children inherit it) and returns it.
 pub fn raise_descriptor_limit() -> Result<u64> {
     let limit = getrlimit(Resource::Nofile);

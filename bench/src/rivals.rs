@@ -81,6 +81,23 @@ pub fn find_tool(program: &str, package: &str) -> Result<PathBuf> {
     bail!("{program} not found: apt-get install {package}")
 }
 
+/// The release binary of this source tree, built by the same cargo, so that an old one is never measured.
+pub fn build_router() -> Result<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace root")?;
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .args(["build", "--release", "--package", "infera-router", "--bin", "infera-router"])
+        .current_dir(root)
+        .status()
+        .context("cannot run cargo; name the router's binary with --router")?;
+    ensure!(status.success(), "the router does not build");
+    // This program lies in the same directory, whatever CARGO_TARGET_DIR says, unless it was copied elsewhere.
+    let beside = std::env::current_exe()?.with_file_name("infera-router");
+    let usual = root.join("target/release/infera-router");
+    let release = beside.parent().is_some_and(|directory| directory.ends_with("release"));
+    Ok(if release && beside.is_file() { beside } else { usual })
+}
+
 impl Rival {
     /// Starts this proxy in front of `upstream` and waits until one `request` through it gives exactly `payload`.
     pub fn start(
@@ -139,10 +156,10 @@ impl Rival {
                     command.arg("--worker").arg(worker);
                 } else {
                     let protocol = "protocol=sglang-bootstrap";
-                    command
-                        .arg("--worker")
-                        .arg(format!("{worker},role=prefill,{protocol},bootstrap={upstream},id=p:1"));
-                    command.arg("--worker").arg(format!("{worker},role=decode,{protocol},id=d:1"));
+                    // Two spellings of the backend: one address would be one worker.
+                    let prefill = format!("http://localhost:{},model=m,role=prefill", upstream.port());
+                    command.arg("--worker").arg(format!("{prefill},{protocol},bootstrap={upstream}"));
+                    command.arg("--worker").arg(format!("{worker},role=decode,{protocol}"));
                 }
             }
             Kind::Command(line) => {

@@ -149,6 +149,31 @@ fn answer_words(tokenizer: &Tokenizer, lead: &str) -> Vec<Word> {
     words::words().iter().filter_map(single).collect()
 }
 
+/// Tokens that an image takes in a prompt, about those of one megapixel.
+pub const IMAGE_TOKENS: usize = 1024;
+
+/// Names of the images that a chat body refers to, in order, by the hash of the reference.
+pub fn image_keys(body: &Value) -> Vec<u64> {
+    let messages = body["messages"].as_array().into_iter().flatten();
+    let parts = messages.filter_map(|message| message["content"].as_array()).flatten();
+    parts.filter_map(|part| Some(image_key(image_reference(part)?))).collect()
+}
+
+fn image_reference(part: &Value) -> Option<&str> {
+    part["image_url"]["url"].as_str().or(part["image_url"].as_str())
+}
+
+fn image_key(reference: &str) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(reference.as_bytes())
+}
+
+/// Words that stand for what the model sees of an image: the same for the same image, different for others, so that an
+/// image's KV is found again and never taken for another's.
+fn image_text(reference: &str) -> String {
+    let (words, mut draw) = (words::words(), seed::generator(image_key(reference), "image"));
+    (0..IMAGE_TOKENS).map(|_| words[draw.random_range(0..words.len())]).collect::<Vec<_>>().join(" ")
+}
+
 /// vLLM's rules before the template: null content becomes "", text parts are joined by newline, tool-call arguments
 /// given as a string are parsed (anything but an object becomes `{}`), an empty `tool_calls` list is dropped.
 fn normalise_message(message: &Value) -> Result<Value> {
@@ -181,9 +206,10 @@ fn normalise_message(message: &Value) -> Result<Value> {
 }
 
 fn text_parts(parts: &[Value]) -> Result<String> {
-    let text = |part: &Value| match part["text"].as_str() {
-        Some(text) => Ok(text.to_string()),
-        None => bail!("this simulated model takes text parts only"),
+    let text = |part: &Value| match (part["text"].as_str(), image_reference(part)) {
+        (Some(text), _) => Ok(text.to_string()),
+        (None, Some(reference)) => Ok(image_text(reference)),
+        (None, None) => bail!("this simulated model takes text and image_url parts only"),
     };
     Ok(parts.iter().map(text).collect::<Result<Vec<_>>>()?.join("\n"))
 }

@@ -60,9 +60,9 @@ impl SharedStream {
     }
 }
 
-/// Hands the calling thread's free memory back to the kernel. mimalloc does so by itself only while it is called, so a
+/// Hands the calling thread's free memory, and what ended threads left, back to the kernel. mimalloc does so by itself only while it is called, so a
 /// thread that falls quiet after a peak would keep the peak. Does nothing without the feature `mimalloc`.
-pub(crate) fn release_free_memory() {
+pub fn release_free_memory() {
     #[cfg(feature = "mimalloc")]
     // SAFETY: the function takes no pointer and may be called at any time from any thread.
     unsafe {

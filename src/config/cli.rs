@@ -108,9 +108,35 @@ pub struct RoutingArgs {
     /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
     #[arg(long, value_name = "WEIGHT", default_value_t = 0.0, allow_negative_numbers = true)]
     pub kv_host_tier_weight: f64,
+    /// true|false: ask an engine to forget its cache when its KV events have no beginning and cannot be replayed.
+    #[arg(
+        long,
+        value_name = "BOOL",
+        env = "INFERA_KV_SELF_HEAL",
+        default_value = "false",
+        num_args = 0..=1,
+        default_missing_value = "true",
+        action = clap::ArgAction::Set
+    )]
+    pub kv_self_heal: bool,
     /// JSON object given to the chat template when a request does not set its members.
     #[arg(long, value_name = "JSON", env = "INFERA_KV_DEFAULT_CHAT_TEMPLATE_KWARGS")]
     pub kv_default_chat_template_kwargs: Option<String>,
+    /// Bytes of memory for prompts that were seen before, so that only what is new is encoded; 0 remembers nothing.
+    #[arg(
+        long,
+        value_name = "BYTES",
+        env = "INFERA_PROMPT_CACHE_BYTES",
+        default_value_t = crate::limits::PROMPT_CACHE_BYTES as u64
+    )]
+    pub prompt_cache_bytes: u64,
+    /// true|false: take a worker's own template arguments (of its record, or as its engine says when it is asked) in
+    /// place of the ones above.
+    #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
+    pub kv_per_worker_template_kwargs: bool,
+    /// Render a request's own `chat_template`, under limits; without it such a request is routed by load.
+    #[arg(long)]
+    pub allow_request_chat_template: bool,
     /// Threads that encode long prompts [default: by the number of cores].
     #[arg(long, value_name = "N")]
     pub encoder_threads: Option<u32>,
@@ -205,9 +231,6 @@ pub struct NotBuiltArgs {
     pub stream_admission_warn_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]
     pub stream_stall_warn_s: f64,
-    /// true|false: learn template variables from each worker.
-    #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
-    pub kv_per_worker_template_kwargs: bool,
     /// dsv4|kimi_k3: chat encoding instead of the template.
     #[arg(long, value_name = "NAME", env = "INFERA_KV_CHAT_ENCODING", default_value = "")]
     pub kv_chat_encoding: String,

@@ -57,8 +57,12 @@ impl Config {
         let Some(path) = self.tokenizer_path.as_ref().filter(|_| self.policy == Policy::KvAware) else {
             return Ok(None);
         };
-        let options =
-            PrompterOptions { chat_template_kwargs: self.chat_template_kwargs.clone(), ..PrompterOptions::default() };
+        let options = PrompterOptions {
+            chat_template_kwargs: self.chat_template_kwargs.clone(),
+            cache_bytes: self.prompt_cache_bytes,
+            allow_request_chat_template: self.allow_request_chat_template,
+            ..PrompterOptions::default()
+        };
         let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;
         Ok(Some(Arc::new(prompter)))
     }

@@ -66,10 +66,16 @@ pub struct Config {
     pub kv_overlap_weight: f64,
     /// Worth of a block in host memory that follows the device prefix, 0 to 1 device blocks.
     pub kv_host_tier_weight: f64,
+    /// Whether engines whose events cannot be anchored are asked to forget their cache.
+    pub kv_self_heal: bool,
     /// Given to the chat template where a request does not set the member.
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+    /// `--allow-request-chat-template`.
+    pub allow_request_chat_template: bool,
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
+    /// Bound of the prefix cache; 0 for none.
+    pub prompt_cache_bytes: usize,
     pub request_retries_max: u32,
     pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,

@@ -89,6 +89,16 @@ fn the_launchers_own_command_line_is_accepted() {
 }
 
 #[test]
+fn self_heal_is_off_until_asked_for() {
+    assert!(!config(&[]).kv_self_heal);
+    for given in [&["--kv-self-heal"][..], &["--kv-self-heal", "true"], &["--kv-self-heal=true"]] {
+        assert!(config(given).kv_self_heal, "{given:?}");
+    }
+    assert!(!config(&["--kv-self-heal", "false"]).kv_self_heal);
+    check_refused(&["--kv-self-heal", "--router-policy", "round-robin"], EXIT_INVALID, &["--kv-self-heal requires"]);
+}
+
+#[test]
 fn the_host_tier_weight_is_a_share() {
     assert_eq!(config(&["--kv-host-tier-weight", "0.25"]).kv_host_tier_weight, 0.25);
     for wrong in ["-0.1", "1.5", "NaN"] {
@@ -195,6 +205,7 @@ fn ranges_and_enumerations() {
         (&["--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
         (&["--shards", "0"], "--shards must be from 1"),
         (&["--encoder-threads", "0"], "--encoder-threads must be from 1"),
+        (&["--prompt-cache-bytes", "2000000000000"], "--prompt-cache-bytes must be at most"),
         (&["--request-max-retries", "1000"], "--request-max-retries must be from 0 to 100"),
         (&["--kv-overlap-weight", "-1"], "--kv-overlap-weight must be"),
         (&["--kv-overlap-weight", "NaN"], "--kv-overlap-weight must be"),
@@ -235,6 +246,8 @@ fn good_values() {
         r#"{"enable_thinking":false}"#,
         "--encoder-threads",
         "3",
+        "--prompt-cache-bytes",
+        "0",
     ]);
     assert_eq!(config.listen, "[::]:0".parse().unwrap());
     assert_eq!((config.shards, config.shard_cpus), (4, ShardCpus::List(vec![2, 3, 4, 8])));
@@ -242,6 +255,8 @@ fn good_values() {
     assert_eq!(config.upstream.first_byte, Some(Duration::from_millis(1500)));
     assert_eq!(config.upstream.idle, Some(Duration::from_secs(2)));
     assert_eq!(config.chat_template_kwargs["enable_thinking"], serde_json::Value::Bool(false));
+    assert_eq!(config.prompt_cache_bytes, 0);
+    assert_eq!(run(&[]).unwrap().prompt_cache_bytes, crate::limits::PROMPT_CACHE_BYTES);
     assert_eq!((config.encoder_threads, config.log_format), (Some(3), LogFormat::Json));
     assert_eq!(config.warnings, Vec::<String>::new());
     assert_eq!(run(&["--host", "[::1]"]).unwrap().listen.to_string(), "[::1]:8000");
@@ -284,7 +299,6 @@ fn b60_options_without_their_feature_are_refused_not_ignored() {
         ("--breaker-max-cooldown-s", "10", &["60"]),
         ("--stream-admission-warn-s", "10", &["240", "0"]),
         ("--stream-stall-warn-s", "10", &["60", "0"]),
-        ("--kv-per-worker-template-kwargs", "", &["true", "false"]),
         ("--kv-chat-encoding", "dsv4", &[]),
     ] {
         if !asking.is_empty() {

@@ -16,19 +16,20 @@ use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 7] = [
+const NOT_BUILT: [(&str, Option<&str>); 6] = [
     ("breaker-failure-threshold", Some("0")),
     ("breaker-cooldown-s", None),
     ("breaker-max-cooldown-s", None),
     ("stream-admission-warn-s", Some("0")),
     ("stream-stall-warn-s", Some("0")),
-    ("kv-per-worker-template-kwargs", Some("false")),
     ("kv-chat-encoding", None),
 ];
 
 const SHARDS_MAX: u32 = 1024;
 const ENCODER_THREADS_MAX: u32 = 1024;
 const RETRIES_MAX: u32 = 100;
+/// The cache's table is laid out at start, at a twentieth of this.
+const PROMPT_CACHE_BYTES_MAX: u64 = 1 << 40;
 /// Longest duration that is accepted, seconds: ten years, far from every clock's overflow.
 const SECONDS_MAX: f64 = 315_360_000.0;
 
@@ -84,6 +85,9 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let listen = listen(&arguments.listen, &mut problems);
     let discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
+    let reads_prompts = routing.policy == Policy::KvAware && routing.tokenizer_path.is_some();
+    let template_arguments = reads_prompts && arguments.routing.kv_per_worker_template_kwargs;
+    let discovery = DiscoveryConfig { template_arguments, ..discovery };
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
@@ -125,8 +129,11 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         tokenizer_path: routing.tokenizer_path,
         kv_overlap_weight: routing.overlap_weight,
         kv_host_tier_weight: routing.host_tier_weight,
+        kv_self_heal: routing.self_heal,
         chat_template_kwargs: routing.chat_template_kwargs,
+        allow_request_chat_template: arguments.routing.allow_request_chat_template,
         encoder_threads: routing.encoder_threads,
+        prompt_cache_bytes: routing.prompt_cache_bytes,
         request_retries_max: routing.request_retries_max,
         disaggregation,
         steering,
@@ -245,6 +252,7 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
         workers,
         workers_file: arguments.workers_file.clone(),
         etcd: uses_etcd.then(|| etcd(arguments, problems)),
+        template_arguments: false,
         timing: Timing::default(),
     }
 }
@@ -296,8 +304,10 @@ struct Routing {
     tokenizer_path: Option<PathBuf>,
     overlap_weight: f64,
     host_tier_weight: f64,
+    self_heal: bool,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     encoder_threads: Option<usize>,
+    prompt_cache_bytes: usize,
     request_retries_max: u32,
 }
 
@@ -316,6 +326,9 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         ));
     }
     let overlap_weight = problems.weight("--kv-overlap-weight", arguments.kv_overlap_weight);
+    if arguments.kv_self_heal && policy != Policy::KvAware {
+        problems.add("--kv-self-heal requires --router-policy kv-aware");
+    }
     let host_tier_weight = arguments.kv_host_tier_weight;
     if !(0.0..=1.0).contains(&host_tier_weight) {
         problems.add(format!("--kv-host-tier-weight must be a number from 0 to 1 (got {host_tier_weight})"));
@@ -336,14 +349,21 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
     };
     let encoder_threads =
         arguments.encoder_threads.map(|threads| problems.range("--encoder-threads", threads, 1, ENCODER_THREADS_MAX));
+    let prompt_cache_bytes = arguments.prompt_cache_bytes;
+    if prompt_cache_bytes > PROMPT_CACHE_BYTES_MAX {
+        problems
+            .add(format!("--prompt-cache-bytes must be at most {PROMPT_CACHE_BYTES_MAX} (got {prompt_cache_bytes})"));
+    }
     problems.range("--request-max-retries", arguments.request_max_retries, 0, RETRIES_MAX);
     Routing {
         policy,
         tokenizer_path: arguments.router_tokenizer_path.clone(),
         overlap_weight,
         host_tier_weight,
+        self_heal: arguments.kv_self_heal,
         chat_template_kwargs,
         encoder_threads,
+        prompt_cache_bytes: prompt_cache_bytes as usize,
         request_retries_max: arguments.request_max_retries,
     }
 }

@@ -219,7 +219,7 @@ fn many_threads_end_at_exactly_zero() {
     const THREADS: u64 = 64;
     const TOKENS_MAX: u64 = 1000;
     const HELD_MAX: usize = 16;
-    let picks = if cfg!(debug_assertions) { 5_000 } else { 100_000 };
+    let picks = std::env::var("INFERA_STRESS_PICKS").ok().and_then(|picks| picks.parse().ok()).unwrap_or(100_000);
     let (demand, pool) = (demand(Mode::On, 10.0), Pool::new(48));
     let in_flight_max = THREADS * (HELD_MAX as u64 + 1) + THREADS;
     let done = AtomicBool::new(false);

@@ -17,10 +17,12 @@ pub(super) struct Open {
     pub model: bool,
     /// Block size, ranks, event and replay endpoints: without them it is routed by load.
     pub cache: bool,
+    /// Template arguments of the engine: without them the fleet's are taken.
+    pub template: bool,
 }
 
 impl Open {
-    pub fn of(record: &WorkerRecord, source: SourceKind) -> Open {
+    pub fn of(record: &WorkerRecord, source: SourceKind, template_arguments: bool) -> Open {
         let cache = match source {
             // A registry's record is the launcher's own statement: no endpoint means no events.
             SourceKind::Etcd => record.kv_block_size.is_none() && record.kv_events_endpoint.is_some(),
@@ -28,11 +30,14 @@ impl Open {
                 record.kv_block_size.is_none() || record.kv_events_endpoint.is_none()
             }
         };
-        Open { model: record.model_name.is_empty(), cache }
+        // Only one engine says them.
+        let may_say = matches!(record.engine_kind(), EngineKind::Sglang | EngineKind::Unknown);
+        let template = template_arguments && may_say && record.default_chat_template_kwargs.is_none();
+        Open { model: record.model_name.is_empty(), cache, template }
     }
 
     pub fn anything(self) -> bool {
-        self.model || self.cache
+        self.model || self.cache || self.template
     }
 }
 
@@ -83,7 +88,7 @@ async fn ask_all(
     if open.model {
         models?;
     }
-    if !open.cache {
+    if !open.cache && !open.template {
         return Ok(());
     }
     let engine = match record.engine_kind() {
@@ -94,12 +99,18 @@ async fn ask_all(
         // The path was renamed; a middle layer serves it below /v1.
         for path in ["/server_info", "/get_server_info", "/v1/server_info"] {
             if let Answer::Body(body) = get(client, url, path).await? {
-                facts.read_server_info(&body, &url.host).map_err(|problem| format!("GET {path}: {problem}"))?;
+                let mut said = if open.cache { facts.clone() } else { Facts::default() };
+                said.read_server_info(&body, &url.host).map_err(|problem| format!("GET {path}: {problem}"))?;
+                match open.cache {
+                    true => *facts = said,
+                    // Where the record is the last word on events, only the template is of interest.
+                    false => facts.template_arguments = said.template_arguments,
+                }
                 break;
             }
         }
     }
-    if facts.kv_block_size.is_none() && matches!(engine, EngineKind::Vllm | EngineKind::Unknown) {
+    if open.cache && facts.kv_block_size.is_none() && matches!(engine, EngineKind::Vllm | EngineKind::Unknown) {
         if let Answer::Body(body) = get(client, url, "/kv_event_sources").await? {
             facts
                 .read_event_sources(&body, &url.host)

@@ -5,12 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::Timing;
 use super::ask::{self, Open};
 use super::facts::Facts;
 use super::registry::{Message, Visit};
+use super::render_probe;
+use crate::prompt::Prompter;
 use crate::worker::{WorkerRecord, WorkerUrl};
 
 /// Between two probes of a kept worker.
@@ -24,12 +26,20 @@ pub(super) struct Tools {
     pub questions: Arc<Semaphore>,
     pub timing: Timing,
     pub queue: mpsc::Sender<Message>,
+    /// Absent where nothing is rendered: then no worker is asked how it renders.
+    pub prompter: Option<Arc<Prompter>>,
+    pub template_arguments: bool,
 }
 
 /// Attends to a worker until aborted. `visit` marks every report, so that one of a former registration is known.
 pub(super) async fn attend(tools: Tools, visit: Visit, record: WorkerRecord, open: Open) {
     let Ok(url) = record.endpoint() else { return };
-    tokio::join!(resolve(&tools, &visit, &url), question(&tools, &visit, &record, open));
+    let (tell, told) = watch::channel(None);
+    tokio::join!(
+        resolve(&tools, &visit, &url),
+        question(&tools, &visit, &record, open, tell),
+        render_probe::compare(&tools, &visit, &record, told)
+    );
 }
 
 /// Names are looked up here, never on a shard. An address that stops resolving stays in force.
@@ -68,8 +78,9 @@ fn choose(current: Option<SocketAddr>, found: Vec<SocketAddr>) -> Option<SocketA
 
 /// Asks until everything is answered, then goes on asking at growing distances: the first answer may be from an
 /// engine that is just being replaced, and nothing registers a static worker again when its model changes.
-async fn question(tools: &Tools, visit: &Visit, record: &WorkerRecord, open: Open) {
+async fn question(tools: &Tools, visit: &Visit, record: &WorkerRecord, open: Open, tell: watch::Sender<Option<Facts>>) {
     if !open.anything() {
+        tell.send_replace(Some(Facts::default()));
         return;
     }
     let (first, longest) = tools.timing.ask_backoff;
@@ -83,6 +94,15 @@ async fn question(tools: &Tools, visit: &Visit, record: &WorkerRecord, open: Ope
         let longest_now = if answer.is_ok() { tools.timing.ask_again_every } else { longest };
         let unchanged = matches!(&answer, Ok(facts) if known.as_ref() == Some(facts));
         let failed_before = known.is_none() && answer.is_err();
+        let (Ok(facts) | Err((facts, _))) = &answer;
+        tell.send_if_modified(|told| {
+            // A question that failed takes nothing back.
+            let is_news = told.as_ref() != Some(facts) && (answer.is_ok() || told.is_none());
+            if is_news {
+                *told = Some(facts.clone());
+            }
+            is_news
+        });
         if let Ok(facts) = &answer {
             known = Some(facts.clone());
         }

@@ -17,6 +17,7 @@ pub(super) struct Facts {
     pub dp_size: Option<u32>,
     pub kv_events_endpoint: Option<String>,
     pub kv_replay_endpoint: Option<String>,
+    pub template_arguments: Option<Map<String, Value>>,
 }
 
 impl Facts {
@@ -38,6 +39,9 @@ impl Facts {
         }
         if complete.kv_replay_endpoint.is_none() {
             complete.kv_replay_endpoint.clone_from(&self.kv_replay_endpoint);
+        }
+        if complete.default_chat_template_kwargs.is_none() {
+            complete.default_chat_template_kwargs.clone_from(&self.template_arguments);
         }
         complete
     }
@@ -105,6 +109,7 @@ impl Facts {
         let Some(root) = value.as_object() else { return Err("not an object".to_owned()) };
         // The arguments stand at the top, or under `server_args`.
         let info = root.get("server_args").and_then(Value::as_object).unwrap_or(root);
+        self.template_arguments = template_arguments(root, info).or(self.template_arguments.take());
         let events = ["kv_events"].iter().find_map(|name| root.get(*name).or_else(|| info.get(*name)));
         let events = events.and_then(Value::as_object);
         if !info.contains_key("page_size") && events.is_none() {
@@ -135,6 +140,18 @@ impl Facts {
             self.kv_replay_endpoint = endpoint(&config, "replay_endpoint", host);
         }
         Ok(())
+    }
+}
+
+/// Present but empty counts as said: the engine adds nothing. Launchers hand the option on as text.
+fn template_arguments(root: &Map<String, Value>, info: &Map<String, Value>) -> Option<Map<String, Value>> {
+    const NAME: &str = "default_chat_template_kwargs";
+    match root.get(NAME).or_else(|| info.get(NAME))? {
+        Value::Null => Some(Map::new()),
+        Value::Object(arguments) => Some(arguments.clone()),
+        Value::String(text) if text.trim().is_empty() => Some(Map::new()),
+        Value::String(text) => serde_json::from_str(text).ok(),
+        _ => None,
     }
 }
 

@@ -19,14 +19,17 @@ mod etcd;
 mod facts;
 mod file;
 mod registry;
+mod render_probe;
 mod source;
 mod status;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::fleet::DiscoveredWorker;
 use crate::limits;
+use crate::prompt::Prompter;
 use crate::worker::WorkerRecord;
 
 /// Where workers come from. Sources add up: a worker named by more than one of them is one worker.
@@ -37,6 +40,8 @@ pub struct DiscoveryConfig {
     /// JSON array of registration records, read again when its content changes.
     pub workers_file: Option<PathBuf>,
     pub etcd: Option<EtcdConfig>,
+    /// Take each worker's own template arguments, and ask engines for them.
+    pub template_arguments: bool,
     pub timing: Timing,
 }
 
@@ -146,6 +151,15 @@ impl Discovery {
         config: DiscoveryConfig,
         on_update: impl Fn(Vec<DiscoveredWorker>) + Send + 'static,
     ) -> std::io::Result<DiscoveryHandle> {
+        Self::start_with(config, None, on_update)
+    }
+
+    /// The same, and each worker is asked whether it renders prompts as `prompter` does.
+    pub fn start_with(
+        config: DiscoveryConfig,
+        prompter: Option<Arc<Prompter>>,
+        on_update: impl Fn(Vec<DiscoveredWorker>) + Send + 'static,
+    ) -> std::io::Result<DiscoveryHandle> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .thread_name("discovery-wait")
@@ -156,7 +170,7 @@ impl Discovery {
         let thread_shared = shared.clone();
         let thread = std::thread::Builder::new().name("discovery".to_owned()).spawn(move || {
             let _ended = Ended(thread_shared.clone());
-            runtime.block_on(registry::run(config, thread_shared, on_update, stopped));
+            runtime.block_on(registry::run(config, thread_shared, prompter, on_update, stopped));
             // A resolver call may hang for its own long timeout; it holds nothing that matters.
             runtime.shutdown_background();
         })?;

@@ -16,8 +16,9 @@ use super::facts::Facts;
 use super::source::{Registration, Set, merge};
 use super::status::{Shared, SourceKind};
 use super::{DiscoveryConfig, etcd::EtcdSource, file};
-use crate::fleet::{DiscoveredWorker, WorkerState};
+use crate::fleet::{DiscoveredWorker, Parity, WorkerState};
 use crate::limits;
+use crate::prompt::Prompter;
 use crate::worker::WorkerRecord;
 
 /// Before a source that panicked is started again.
@@ -36,6 +37,8 @@ pub(super) enum Message {
     Address(Visit, Result<SocketAddr, String>),
     /// Facts, or what was learnt before a question failed.
     Answer(Visit, Result<Facts, (Facts, String)>),
+    /// How the worker renders, and why that is thought.
+    Parity(Visit, Parity, String),
     /// Whether a kept worker answered.
     Probe(String, bool),
 }
@@ -49,6 +52,7 @@ struct Entry {
     /// Why the last round of questions failed.
     unanswered: Option<String>,
     address: Result<SocketAddr, String>,
+    parity: Parity,
 }
 
 impl Drop for Entry {
@@ -58,10 +62,13 @@ impl Drop for Entry {
 }
 
 impl Entry {
-    fn discovered(&self) -> DiscoveredWorker {
-        let record = self.facts.complete(&self.registration.record);
+    fn discovered(&self, template_arguments: bool) -> DiscoveredWorker {
+        let mut record = self.facts.complete(&self.registration.record);
+        if !template_arguments {
+            record.default_chat_template_kwargs = None;
+        }
         let state = state(&record, &self.address, self.unanswered.as_deref());
-        DiscoveredWorker { record, address: self.address.as_ref().ok().copied(), state }
+        DiscoveredWorker { record, address: self.address.as_ref().ok().copied(), state, probed: self.parity }
     }
 }
 
@@ -102,6 +109,7 @@ struct Registry {
 pub(super) async fn run(
     config: DiscoveryConfig,
     shared: Arc<Shared>,
+    prompter: Option<Arc<Prompter>>,
     on_update: impl Fn(Vec<DiscoveredWorker>),
     mut stopped: oneshot::Receiver<()>,
 ) {
@@ -114,7 +122,8 @@ pub(super) async fn run(
     };
     let (queue, mut messages) = mpsc::channel(limits::DISCOVERY_QUEUE_MESSAGES);
     let questions = Arc::new(Semaphore::new(limits::ENGINE_QUESTIONS_MAX));
-    let tools = Tools { client, questions, timing: config.timing.clone(), queue: queue.clone() };
+    let (timing, template_arguments) = (config.timing.clone(), config.template_arguments);
+    let tools = Tools { client, questions, timing, queue: queue.clone(), prompter, template_arguments };
     start_sources(&config, &shared, &queue);
     let mut registry = Registry::new(config, shared, tools);
     registry.take_command_line();
@@ -176,6 +185,17 @@ where
     }
 }
 
+fn tell_parity(worker_id: &str, parity: Parity, detail: &str) {
+    match parity {
+        Parity::Diverged => tracing::warn!(
+            worker_id,
+            detail,
+            "the worker renders prompts otherwise than this router: compare tokenizer and chat template"
+        ),
+        _ => tracing::info!(worker_id, parity = parity.as_str(), detail, "asked how the worker renders prompts"),
+    }
+}
+
 impl Registry {
     fn new(config: DiscoveryConfig, shared: Arc<Shared>, tools: Tools) -> Self {
         Registry {
@@ -226,6 +246,13 @@ impl Registry {
                     (Ok(_), Err(problem)) => tracing::debug!(worker = %visit.worker_id, "not resolved: {problem}"),
                     (_, result) => entry.address = result,
                 }
+            }
+            Message::Parity(visit, parity, detail) => {
+                let Some(entry) = self.entry(&visit) else { return };
+                if parity != entry.parity {
+                    tell_parity(&visit.worker_id, parity, &detail);
+                }
+                entry.parity = parity;
             }
             Message::Answer(visit, answer) => {
                 let Some(entry) = self.entry(&visit) else { return };
@@ -314,14 +341,22 @@ impl Registry {
         self.visits += 1;
         let visit = Visit { worker_id: Arc::from(id), number: self.visits };
         let record = registration.record.clone();
-        let open = Open::of(&record, registration.source);
+        let open = Open::of(&record, registration.source, self.config.template_arguments);
         let address = match record.endpoint() {
             Ok(url) => url.literal_address().ok_or_else(|| "not resolved yet".to_owned()),
             Err(error) => Err(error.to_string()),
         };
         let attendant = attendant::attend(self.tools.clone(), visit.clone(), record, open);
         let attendant = tokio::spawn(attendant).abort_handle();
-        Entry { registration, visit, attendant, facts: Facts::default(), unanswered: None, address }
+        Entry {
+            registration,
+            visit,
+            attendant,
+            facts: Facts::default(),
+            unanswered: None,
+            address,
+            parity: Parity::Unknown,
+        }
     }
 
     /// Hands the set over if it differs from the last one. Before any source has said anything there is no set.
@@ -329,7 +364,8 @@ impl Registry {
         if self.sets.is_empty() {
             return;
         }
-        let workers: Vec<_> = self.entries.values().map(Entry::discovered).collect();
+        let workers: Vec<_> =
+            self.entries.values().map(|entry| entry.discovered(self.config.template_arguments)).collect();
         let pending = workers.iter().filter(|worker| matches!(worker.state, WorkerState::Pending(_))).count();
         self.shared.published(workers.len(), pending);
         if self.published.as_ref() != Some(&workers) {

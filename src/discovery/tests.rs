@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::*;
-use crate::fleet::WorkerState;
+use crate::fleet::{Parity, WorkerState};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -181,7 +181,8 @@ fn a_worker_that_says_everything_is_not_asked() {
     record.kv_events_endpoint = Some("tcp://127.0.0.1:1".to_owned());
     let mut running = Running::start(command_line(vec![record.clone()]));
     running.wait("the worker", |workers| workers.len() == 1);
-    let expected = DiscoveredWorker { record, address: Some(engine.address), state: WorkerState::Active };
+    let expected =
+        DiscoveredWorker { record, address: Some(engine.address), state: WorkerState::Active, probed: Parity::Unknown };
     assert_eq!(running.last, [expected]);
     let status = running.handle.status();
     assert_eq!((status.state, status.last_contact_age, status.workers), (State::Ok, None, 1));
@@ -441,4 +442,31 @@ fn a_thousand_workers() {
     assert!(running.last.iter().all(|worker| worker.state == WorkerState::Active));
     running.handle.stop();
     assert_eq!(running.updates.try_iter().count(), 0, "one publication");
+}
+
+/// One that never answers how it tokenizes holds up nobody, is served, and is asked again.
+#[test]
+fn workers_are_asked_how_they_render_and_wait_for_no_answer() {
+    let directory = tempfile::tempdir().unwrap();
+    loadgen::prompt::write_shipped_tokenizer(directory.path()).unwrap();
+    let prompter = Prompter::load(directory.path(), crate::prompt::PrompterOptions::default()).unwrap();
+    let silent = ScriptedEngine::start("127.0.0.1:0", &[("/tokenize", Script::Hang)]);
+    let honest = loadgen::engine::Engine::start(loadgen::engine::EngineConfig::default()).unwrap();
+    let mut first = static_worker(&silent.url());
+    (first.model_name, first.engine) = ("demo".to_owned(), "vllm".to_owned());
+    (first.kv_block_size, first.kv_events_endpoint) = (Some(16), Some("tcp://127.0.0.1:9".to_owned()));
+    let second = WorkerRecord::from_value(honest.registration()).unwrap().record;
+    let (sender, updates) = channel();
+    let config = command_line(vec![first.clone(), second.clone()]);
+    let handle =
+        Discovery::start_with(config, Some(Arc::new(prompter)), move |workers| drop(sender.send(workers))).unwrap();
+    let mut running = Running { handle, updates, last: Vec::new() };
+    let probed = |workers: &[DiscoveredWorker], record: &WorkerRecord| {
+        let found = workers.iter().find(|worker| worker.record.worker_id == record.worker_id);
+        found.filter(|worker| worker.state == WorkerState::Active).map(|worker| worker.probed)
+    };
+    running.wait("the honest worker's verdict", |workers| probed(workers, &second) == Some(Parity::Confirmed));
+    assert_eq!(probed(&running.last, &first), Some(Parity::Unknown));
+    // A round ends with the first conversation that is not answered.
+    running.wait_status("a second round", |_| silent.asked("/tokenize") > 1);
 }

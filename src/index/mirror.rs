@@ -51,6 +51,8 @@ pub struct Mirror {
     gone: Vec<(Place, Tiers)>,
     /// Router hashes of the event at hand.
     chain: Vec<BlockHash>,
+    /// What `chain` hangs under and how many of its blocks are plain, if the event at hand was a store of them.
+    chain_root: Option<(BlockHash, usize)>,
     /// Names that stores from the root have begun with since the last [`Mirror::begin_batch`].
     batch_roots: Vec<EngineHash>,
 }
@@ -67,6 +69,7 @@ impl Mirror {
             fresh: None,
             gone: Vec::new(),
             chain: Vec::new(),
+            chain_root: None,
             batch_roots: Vec::new(),
         }
     }
@@ -76,7 +79,15 @@ impl Mirror {
         self.batch_roots.clear();
     }
 
+    /// Of the event applied last, if it stored blocks in a known place: the router's name of their parent ([`ROOT`] for
+    /// none) and of each block, as far as they carry no adapter, salt or image.
+    pub fn stored_chain(&self) -> Option<(BlockHash, &[BlockHash])> {
+        let (parent, plain) = self.chain_root?;
+        Some((parent, &self.chain[..plain.min(self.chain.len())])).filter(|(_, chain)| !chain.is_empty())
+    }
+
     pub fn apply(&mut self, tree: &mut Tree, event: &Event<'_>) -> Applied {
+        self.chain_root = None;
         match event {
             Event::Stored(stored) => self.store(tree, stored),
             Event::Removed { hashes, copy } => self.remove(tree, hashes, *copy),
@@ -193,6 +204,7 @@ impl Mirror {
                 chain.push(hash);
             }
         }
+        self.chain_root = Some((parent.map_or(ROOT, |parent| tree.block(parent)), plain_count));
         let (mut place, mut at) = (parent, 0);
         while at < chain.len() {
             let is_plain = at < plain_count;

@@ -9,6 +9,7 @@
 //! 19; and each distinct block its hash, 8, at a filling of 80 to 100 %.
 
 mod copies;
+mod hashes;
 pub mod holders;
 pub mod mirror;
 mod names;
@@ -24,6 +25,11 @@ pub use mirror::{Applied, Mirror};
 pub use snapshot::{Hits, Snapshot};
 pub use tree::Tree;
 pub use view::{RankStatus, SharedView, View};
+
+/// What shared hashes are built from; another one under the model of every interleaving.
+mod sync {
+    pub use std::sync::atomic::{AtomicU64, Ordering};
+}
 
 #[cfg(test)]
 mod model_tests;

@@ -1,42 +1,14 @@
 //! The immutable index that shards read, and the one walk that answers every worker's depth. Readers never lock, never
 //! allocate and never free: the ingest core keeps each snapshot until no reader has it.
 
+#[cfg(test)]
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::hashes::Hashes;
 use super::spans::Spans;
 use super::table::Table;
 use crate::fleet::Slot;
 use crate::hash::BlockHash;
-
-/// Block hashes of one strand, with room to grow. Shared by every published state of the strand: the writer only ever
-/// stores past the length that any of them has, and publishing orders those stores before the new length.
-#[derive(Clone, Debug)]
-pub(super) struct Hashes(Arc<[AtomicU64]>);
-
-impl Hashes {
-    /// Room for `capacity` hashes, of which the first `length` are taken from `former`.
-    pub fn with_room(capacity: usize, former: Option<&Hashes>, length: usize) -> Self {
-        let old: &[AtomicU64] = former.map_or(&[], |former| &former.0[..length]);
-        let kept = old.iter().map(|hash| AtomicU64::new(hash.load(Ordering::Relaxed)));
-        // Both parts know their length, so this is one allocation and one pass.
-        Self(kept.chain((length..capacity).map(|_| AtomicU64::new(0))).collect())
-    }
-
-    pub fn capacity(&self) -> usize {
-        self.0.len()
-    }
-
-    #[inline]
-    pub fn get(&self, at: usize) -> BlockHash {
-        BlockHash(self.0[at].load(Ordering::Relaxed))
-    }
-
-    /// For the writer only, past everything published.
-    pub fn set(&self, at: usize, hash: BlockHash) {
-        self.0[at].store(hash.0, Ordering::Relaxed);
-    }
-}
 
 /// A strand as published: consecutive blocks, each chained onto the one before, and who holds which stretch of them.
 #[derive(Clone, Debug)]

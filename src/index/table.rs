@@ -174,7 +174,7 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
-    use crate::index::snapshot::Hashes;
+    use crate::index::hashes::Hashes;
 
     fn node(step: usize) -> Node {
         let hashes = Hashes::with_room(1, None, 0);

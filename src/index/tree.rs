@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
-use super::snapshot::{Hashes, Node, Snapshot};
+use super::hashes::Hashes;
+use super::snapshot::{Node, Snapshot};
 use super::spans::{Changed, Spans};
 use super::table::Table;
 use crate::hash::BlockHash;

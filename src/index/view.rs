@@ -113,6 +113,9 @@ pub struct RankStatus {
     pub orphans_joined: Number,
     pub orphans_dropped: Number,
     pub skipped: [Number; SkipReason::COUNT],
+    /// Blocks that reached a first block, since the view last began anew; and batches that had orphans while there was none.
+    pub anchored_blocks: Number,
+    pub unanchored_batches: Number,
     /// Events whose block size differs from the registered one.
     pub block_size_mismatches: Number,
     /// Tokens per block as last seen in an event; 0 before.
@@ -146,6 +149,8 @@ impl RankStatus {
             orphans_joined: Number::default(),
             orphans_dropped: Number::default(),
             skipped: Default::default(),
+            anchored_blocks: Number::default(),
+            unanchored_batches: Number::default(),
             block_size_mismatches: Number::default(),
             block_size_seen: Number::default(),
             last_message_ns: Number::default(),
@@ -154,6 +159,11 @@ impl RankStatus {
 
     pub fn is_connected(&self) -> bool {
         self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Whether the rank has published blocks, none of which reaches a first block: its cache cannot be seen.
+    pub fn is_unanchored(&self) -> bool {
+        self.unanchored_batches.get() > 0 && self.anchored_blocks.get() == 0 && self.orphans_waiting.get() > 0
     }
 }
 

@@ -6,27 +6,33 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::doorbell::Inbox;
-use super::rank::RankState;
-use super::registry::Registry;
+use super::publication::Publication;
+use super::rank::{RankState, Watching};
+use super::registry::{Rank, Registry};
 use super::socket::{Contexts, Subscription, rank_endpoint, receive};
 use super::{IngestConfig, IngestStats};
 use crate::events::decode::{self, Decoder};
 use crate::events::frame;
 use crate::events::sequence::{Recovered, ReplayStep, Step};
 use crate::fleet::{DiscoveredWorker, Fleet, Slot};
-use crate::index::{RankStatus, SharedView, Tree, View};
+use crate::index::{Hits, RankStatus, SharedView, Tree, View};
 use crate::limits::EVENT_MESSAGES_PER_TURN;
-use crate::load::Ledger;
+use crate::load::{Expectation, Ledger, LedgerMessage};
+use crate::parity::{Admission, Watches};
 use crate::worker::Name;
 
 pub(super) struct Core {
     config: IngestConfig,
     inbox: Arc<Inbox>,
     stats: Arc<IngestStats>,
+    /// What `publication` writes, for the core's own look at it.
     view: SharedView,
+    publication: Publication<View>,
     contexts: Contexts,
     registry: Registry,
     ledger: Ledger,
+    watches: Watches,
+    hits: Hits,
     decoder: Decoder,
     tree: Tree,
     /// By slot.
@@ -36,8 +42,6 @@ pub(super) struct Core {
     /// The fleet, or a block size that it shows, has changed since the last publication.
     is_fleet_changed: bool,
     published_at: Option<Instant>,
-    /// Former views that some shard may still read.
-    retired: Vec<Arc<View>>,
     frames: Vec<zmq::Message>,
     /// Slots whose lost batches have been asked for.
     recovering: Vec<usize>,
@@ -52,15 +56,19 @@ enum Source {
 }
 
 impl Core {
-    pub fn new(config: IngestConfig, inbox: Arc<Inbox>, stats: Arc<IngestStats>, view: SharedView) -> Self {
+    pub fn new(mut config: IngestConfig, inbox: Arc<Inbox>, stats: Arc<IngestStats>, view: SharedView) -> Self {
+        let watches = Watches::new(stats.parity.clone(), config.divergences.take());
         Self {
             config,
             inbox,
             stats,
+            publication: Publication::new(view.clone()),
             view,
             contexts: Contexts::default(),
             registry: Registry::default(),
             ledger: Ledger::default(),
+            watches,
+            hits: Hits::new(),
             decoder: Decoder::default(),
             tree: Tree::default(),
             ranks: Vec::new(),
@@ -68,7 +76,6 @@ impl Core {
             statuses: Arc::new([]),
             is_fleet_changed: false,
             published_at: None,
-            retired: Vec::new(),
             frames: Vec::new(),
             recovering: Vec::new(),
         }
@@ -93,11 +100,9 @@ impl Core {
             }
             let replay_wait_ms = self.give_up_replays();
             let publish_wait_ms = self.publish_if_due();
-            let wait_ms = match (publish_wait_ms, replay_wait_ms) {
-                (-1, other) | (other, -1) => other,
-                (publish, replay) => publish.min(replay),
-            };
-            self.wait(wait_ms, &mut ready);
+            let parity_wait_ms = self.watches.turn(self.stats.now_ns());
+            let wait_ms = [replay_wait_ms, publish_wait_ms, parity_wait_ms].into_iter().filter(|wait| *wait >= 0).min();
+            self.wait(wait_ms.unwrap_or(-1), &mut ready);
         }
         // A request that ends after this moment still finds the queue; nobody reads the counters any more.
         self.drain_ledger();
@@ -114,10 +119,11 @@ impl Core {
                 sources.push(Source::Replay(slot));
             }
             let Some(subscription) = &rank.subscription else { continue };
-            items.push(subscription.events.as_poll_item(zmq::POLLIN));
-            sources.push(Source::Events(slot));
+            // The monitor first: what it says of a broken connection is to be known before what came over the next one.
             items.push(subscription.monitor.as_poll_item(zmq::POLLIN));
             sources.push(Source::Monitor(slot));
+            items.push(subscription.events.as_poll_item(zmq::POLLIN));
+            sources.push(Source::Events(slot));
         }
         self.inbox.bell.fall_asleep();
         let wait_ms = if self.inbox.is_empty() { wait_ms } else { 0 };
@@ -138,9 +144,27 @@ impl Core {
 
     fn drain_ledger(&mut self) {
         while let Some(message) = self.inbox.ledger.pop() {
+            let message = match message {
+                LedgerMessage::Expected(expectation) => {
+                    self.expect(expectation);
+                    continue;
+                }
+                message => message,
+            };
+            if let LedgerMessage::Finished { target, blocks, is_complete } = &message {
+                self.watches.on_end(*target, blocks, *is_complete, self.stats.now_ns());
+            }
             self.ledger.apply(message);
             self.stats.ledger_messages.add(1);
         }
+    }
+
+    /// Watches a request, as far as its target does not hold its blocks already.
+    fn expect(&mut self, expectation: Box<Expectation>) {
+        // The view published last: what it lacks of the target's blocks is on its way and shows in the check itself.
+        self.view.load().index.query_any(&expectation.blocks, &mut self.hits);
+        let held = self.hits.depth(expectation.slot) as usize;
+        self.watches.expect(expectation, held, self.stats.now_ns());
     }
 
     // Events -----------------------------------------------------------------------------------------------------
@@ -194,12 +218,13 @@ impl Core {
     }
 
     fn ask_replay(&mut self, slot: usize, start: u64) {
+        let now_ns = self.stats.now_ns();
         let Some(rank) = self.ranks[slot].as_mut() else { return };
         match rank.ask_replay(start) {
             Ok(()) => self.recovering.push(slot),
             Err(error) => {
                 tracing::warn!(worker_id = %rank.status.worker_id, %error, "cannot ask for lost KV-event batches");
-                if let Some(recovered) = rank.sequence.on_replay_end() {
+                if let Some(recovered) = rank.sequence.on_replay_end(now_ns) {
                     self.end_replay(slot, recovered);
                 }
             }
@@ -228,21 +253,25 @@ impl Core {
         match frame::replay(frames) {
             Err(_) => rank.status.messages_broken.add(1),
             Ok(frame::Replay::End) => {
-                if let Some(recovered) = rank.sequence.on_replay_end() {
+                if let Some(recovered) = rank.sequence.on_replay_end(now_ns) {
                     self.end_replay(slot, recovered);
                 }
             }
             Ok(frame::Replay::Batch { sequence, payload }) => {
-                let step = rank.sequence.on_replay(sequence, now_ns);
-                if step == ReplayStep::Ignore {
-                    return;
+                match rank.sequence.on_replay(sequence, payload, now_ns) {
+                    ReplayStep::Ignore => {}
+                    ReplayStep::BeginAnew => {
+                        self.reset(slot, 0);
+                        self.ask_replay(slot, 0);
+                        return;
+                    }
+                    ReplayStep::ResetAndApply { lost } => {
+                        self.reset(slot, lost);
+                        self.apply_replayed(slot, payload);
+                    }
+                    ReplayStep::Apply => self.apply_replayed(slot, payload),
                 }
-                rank.status.batches_replayed.add(1);
-                if let ReplayStep::ResetAndApply { lost } = step {
-                    self.reset(slot, lost);
-                }
-                self.apply(slot, payload);
-                let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished());
+                let finished = self.ranks[slot].as_mut().and_then(|rank| rank.sequence.finished(now_ns));
                 if let Some(recovered) = finished {
                     self.end_replay(slot, recovered);
                 }
@@ -250,16 +279,33 @@ impl Core {
         }
     }
 
-    /// The replay is over, one way or the other: what was held back follows.
-    fn end_replay(&mut self, slot: usize, recovered: Recovered) {
-        if let Some(rank) = self.ranks[slot].as_mut() {
-            rank.replay = None;
+    fn apply_replayed(&mut self, slot: usize, payload: &[u8]) {
+        if let Some(rank) = self.ranks[slot].as_ref() {
+            rank.status.batches_replayed.add(1);
         }
-        if recovered.lost > 0 {
-            self.reset(slot, recovered.lost);
-        }
-        for batch in recovered.held {
-            self.apply(slot, &batch.payload);
+        self.apply(slot, payload);
+    }
+
+    /// The replay is over, one way or the other: what was held back follows, up to the next gap, which is asked for anew.
+    fn end_replay(&mut self, slot: usize, mut recovered: Recovered) {
+        let now_ns = self.stats.now_ns();
+        loop {
+            if let Some(rank) = self.ranks[slot].as_mut() {
+                rank.replay = None;
+            }
+            if recovered.lost > 0 || recovered.is_new_life {
+                self.reset(slot, recovered.lost);
+            }
+            for batch in recovered.held {
+                self.apply(slot, &batch.payload);
+            }
+            let Some((start, rank)) = recovered.ask.zip(self.ranks[slot].as_mut()) else { return };
+            if rank.ask_replay(start).is_ok() {
+                self.recovering.push(slot);
+                return;
+            }
+            let Some(further) = rank.sequence.on_replay_end(now_ns) else { return };
+            recovered = further;
         }
     }
 
@@ -291,11 +337,13 @@ impl Core {
     fn reset(&mut self, slot: usize, lost: u64) {
         let Some(rank) = self.ranks[slot].as_mut() else { return };
         rank.reset(&mut self.tree, lost);
+        self.watches.on_disturbance(slot);
         if rank.rank_count > 1 {
             let worker_id = rank.status.worker_id.clone();
             for sibling in self.slots_of(&worker_id) {
                 if let Some(rank) = self.ranks[sibling].as_mut().filter(|rank| rank.is_fed_by(slot)) {
                     rank.reset(&mut self.tree, 0);
+                    self.watches.on_disturbance(sibling);
                 }
             }
         }
@@ -305,7 +353,9 @@ impl Core {
         let slot = self.named_rank(slot, payload);
         let Some(rank) = self.ranks[slot].as_mut() else { return };
         let learned_before = rank.learned_block_size();
-        rank.apply(&mut self.decoder, &mut self.tree, payload);
+        let is_open = self.watches.is_watched(slot);
+        let mut watching = Watching { slot, is_open, watches: &mut self.watches, ledger: &self.ledger };
+        rank.apply(&mut self.decoder, &mut self.tree, payload, &mut watching);
         if rank.learned_block_size() != learned_before {
             self.is_fleet_changed = true;
         }
@@ -333,10 +383,26 @@ impl Core {
     }
 
     fn read_monitor(&mut self, slot: usize) {
-        let Some(rank) = self.ranks.get(slot).and_then(Option::as_ref) else { return };
-        let Some(connected) = rank.subscription.as_ref().and_then(Subscription::connection_change) else { return };
+        let Some(rank) = self.ranks.get_mut(slot).and_then(Option::as_mut) else { return };
+        let Some(change) = rank.subscription.as_ref().and_then(Subscription::connection_change) else { return };
+        if change.has_broken {
+            rank.sequence.on_disconnect();
+        }
+        let connected = change.is_connected;
         if rank.status.connected.swap(connected, Ordering::Relaxed) != connected {
             tracing::info!(worker_id = %rank.status.worker_id, rank = rank.status.rank, connected, "KV-event publisher");
+        }
+        if connected {
+            self.catch_up(slot);
+        }
+    }
+
+    /// Asks for what a connected publisher has said before.
+    fn catch_up(&mut self, slot: usize) {
+        let now_ns = self.stats.now_ns();
+        let Some(rank) = self.ranks[slot].as_mut().filter(|rank| rank.status.is_connected()) else { return };
+        if let Some(start) = rank.sequence.on_connect(now_ns) {
+            self.ask_replay(slot, start);
         }
     }
 
@@ -349,6 +415,7 @@ impl Core {
             if let Some(rank) = self.ranks.get_mut(slot.0 as usize).and_then(Option::take) {
                 rank.leave(&mut self.tree);
             }
+            self.watches.leave(slot.0 as usize);
             self.registry.release(slot);
         }
         self.contexts.prune();
@@ -367,7 +434,7 @@ impl Core {
     /// Takes over what records have come to say without being a new registration: addresses and block sizes that were not
     /// known before.
     fn follow_records(&mut self) {
-        let mut late = Vec::new();
+        let (mut late, mut askable) = (Vec::new(), Vec::new());
         for rank in self.ranks.iter_mut().flatten() {
             let Some(registration) = self.registry.get(&rank.status.worker_id) else { continue };
             let record = &registration.worker.record;
@@ -376,8 +443,11 @@ impl Core {
             }
             rank.set_registered_block_size(record.kv_block_size);
             let replay = record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
-            rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, rank.status.rank)));
+            if rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, rank.status.rank))) {
+                askable.push(rank.status.slot.0 as usize);
+            }
         }
+        askable.into_iter().for_each(|slot| self.catch_up(slot));
         // Nothing was heard of these so far, so a fresh state loses nothing.
         for id in late {
             self.open_ranks(&id);
@@ -387,8 +457,9 @@ impl Core {
     fn open_ranks(&mut self, id: &Name) {
         let Some(registration) = self.registry.get(id) else { return };
         let worker = registration.worker.clone();
-        let slots: Vec<Slot> = registration.ranks.iter().map(|rank| rank.slot).collect();
-        for (number, slot) in slots.iter().enumerate() {
+        let ranks = registration.ranks.clone();
+        let worker_slots: Arc<[usize]> = ranks.iter().map(|rank| rank.slot.0 as usize).collect();
+        for (number, Rank { slot, target, parity, .. }) in ranks.iter().enumerate() {
             let number = number as u32;
             let base = worker
                 .record
@@ -401,13 +472,20 @@ impl Core {
             }
             let subscription = endpoint.as_deref().and_then(|endpoint| self.subscribe(id, endpoint));
             let status = RankStatus::new(id.clone(), worker.generation, number, *slot, endpoint);
-            let mut rank = RankState::new(status, subscription, slots.len() as u32, worker.record.kv_block_size);
+            let mut rank = RankState::new(status, subscription, ranks.len() as u32, worker.record.kv_block_size);
             let replay = worker.record.kv_replay_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
             rank.set_replay_endpoint(replay.and_then(|base| rank_endpoint(base, number)));
             let at = slot.0 as usize;
             if self.ranks.len() <= at {
                 self.ranks.resize_with(at + 1, || None);
             }
+            self.watches.admit(Admission {
+                slot: at,
+                target: *target,
+                worker_slots: worker_slots.clone(),
+                status: rank.status.clone(),
+                cell: parity.clone(),
+            });
             self.ranks[at] = Some(rank);
         }
     }
@@ -453,11 +531,9 @@ impl Core {
             version: self.stats.publications.get(),
             ranks: self.statuses.clone(),
         };
-        self.retired.push(self.view.swap(Arc::new(view)));
+        let retired = self.publication.publish(Arc::new(view));
         self.published_at = Some(Instant::now());
-        // Once out of the cell, only counts that exist can go up: a view that is ours alone stays so. Freed here, never on a shard.
-        self.retired.retain(|view| Arc::strong_count(view) > 1);
-        self.stats.views_retired.set(self.retired.len() as u64);
+        self.stats.views_retired.set(retired as u64);
         self.stats.index_blocks.set(self.tree.block_count() as u64);
         self.stats.index_runs.set(self.tree.run_count() as u64);
     }

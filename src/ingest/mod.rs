@@ -3,9 +3,19 @@
 
 mod core;
 mod doorbell;
+mod publication;
+#[cfg(test)]
+mod publication_tests;
 mod rank;
 mod registry;
+pub mod self_heal;
 pub mod socket;
+
+/// What the publication is built from; another one under the model of every interleaving.
+mod sync {
+    pub use std::sync::Arc;
+    pub type Cell<V> = arc_swap::ArcSwap<V>;
+}
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,6 +23,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use crossbeam::channel::Sender;
 
 use self::core::Core;
 pub use self::doorbell::FleetUpdates;
@@ -20,6 +31,7 @@ use self::doorbell::Inbox;
 use crate::index::view::Number;
 use crate::index::{SharedView, View};
 use crate::load::LedgerSink;
+use crate::parity::{Divergence, ParityCounts};
 
 #[derive(Clone, Debug)]
 pub struct IngestConfig {
@@ -27,13 +39,15 @@ pub struct IngestConfig {
     pub cpu: Option<usize>,
     /// Whether to listen to KV events at all; a policy that does not look at the cache needs none.
     pub subscribe: bool,
+    /// Who explains requests whose worker has shown other tokens than the router's; absent when nobody listens.
+    pub divergences: Option<Sender<Divergence>>,
     /// Shortest time between two publications. After a quiet time a change is published at once.
     pub publish_interval: Duration,
 }
 
 impl Default for IngestConfig {
     fn default() -> Self {
-        Self { cpu: None, subscribe: true, publish_interval: Duration::from_millis(1) }
+        Self { cpu: None, subscribe: true, divergences: None, publish_interval: Duration::from_millis(1) }
     }
 }
 
@@ -51,6 +65,7 @@ pub struct IngestStats {
     /// Distinct blocks in the index, and the runs they lie in.
     pub index_blocks: Number,
     pub index_runs: Number,
+    pub parity: Arc<ParityCounts>,
 }
 
 impl IngestStats {
@@ -64,6 +79,7 @@ impl IngestStats {
             views_retired: Number::default(),
             index_blocks: Number::default(),
             index_runs: Number::default(),
+            parity: Arc::default(),
         }
     }
 

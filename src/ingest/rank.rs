@@ -5,10 +5,32 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::socket::{self, Subscription};
-use crate::events::Event;
 use crate::events::decode::Decoder;
 use crate::events::sequence::Sequence;
+use crate::events::{Event, Stored};
 use crate::index::{Applied, Mirror, RankStatus, Tree};
+use crate::load::Ledger;
+use crate::parity::{self, Watches};
+
+/// Who looks at what one batch of a slot has stored, if anybody does.
+pub(super) struct Watching<'a> {
+    pub slot: usize,
+    pub is_open: bool,
+    pub watches: &'a mut Watches,
+    pub ledger: &'a Ledger,
+}
+
+impl Watching<'_> {
+    fn show(&mut self, mirror: &Mirror, event: &Event<'_>, applied: &Applied) {
+        if let (Event::Stored(stored), Some((parent, chain))) = (event, mirror.stored_chain()) {
+            let Stored { tokens, block_size, .. } = *stored;
+            self.watches.on_store(self.slot, &parity::Stored { parent, chain, tokens, block_size }, self.ledger);
+        }
+        if applied.orphaned > 0 || applied.orphans_dropped > 0 {
+            self.watches.on_unplaced(self.slot);
+        }
+    }
+}
 
 pub(super) struct RankState {
     pub status: Arc<RankStatus>,
@@ -55,10 +77,12 @@ impl RankState {
         self.registered_block_size = size.filter(|size| *size > 0);
     }
 
-    /// Tells where lost batches may be asked for, if anywhere.
-    pub fn set_replay_endpoint(&mut self, endpoint: Option<String>) {
+    /// Tells where lost batches may be asked for, if anywhere. True if that is known now and was not before.
+    pub fn set_replay_endpoint(&mut self, endpoint: Option<String>) -> bool {
         self.sequence.set_can_replay(endpoint.is_some());
+        let is_news = self.replay_endpoint.is_none() && endpoint.is_some();
         self.replay_endpoint = endpoint;
+        is_news
     }
 
     /// Asks the publisher's replay socket for everything from `start` on.
@@ -87,10 +111,12 @@ impl RankState {
     }
 
     /// Applies one batch and counts what became of it.
-    pub fn apply(&mut self, decoder: &mut Decoder, tree: &mut Tree, payload: &[u8]) {
+    pub fn apply(&mut self, decoder: &mut Decoder, tree: &mut Tree, payload: &[u8], watching: &mut Watching<'_>) {
         let mut total = Applied::default();
         let mut block_size = 0;
         let mut mismatches = 0;
+        // Since the view last began anew, which may be in the middle of this batch.
+        let (mut anchored, mut orphaned) = (self.status.anchored_blocks.get(), 0);
         let (mirror, registered) = (&mut self.mirror, self.registered_block_size);
         mirror.begin_batch();
         let summary = decoder.decode(payload, |event| {
@@ -99,6 +125,14 @@ impl RankState {
                 mismatches += u64::from(registered.is_some_and(|registered| u64::from(registered) != block_size));
             }
             let applied = mirror.apply(tree, &event);
+            if watching.is_open {
+                watching.show(mirror, &event, &applied);
+            }
+            if matches!(event, Event::Cleared) {
+                (anchored, orphaned) = (0, 0);
+            }
+            anchored += applied.blocks_stored + applied.joined;
+            orphaned += applied.orphaned;
             total.blocks_stored += applied.blocks_stored;
             total.blocks_removed += applied.blocks_removed;
             total.orphaned += applied.orphaned;
@@ -107,6 +141,8 @@ impl RankState {
         });
         let status = &self.status;
         status.batches.add(1);
+        status.anchored_blocks.set(anchored);
+        status.unanchored_batches.add(u64::from(orphaned > 0 && anchored == 0));
         status.events.add(u64::from(summary.applied));
         status.blocks_stored.add(total.blocks_stored);
         status.blocks_removed.add(total.blocks_removed);
@@ -134,6 +170,7 @@ impl RankState {
     /// Forgets the whole view of this rank.
     pub fn reset(&mut self, tree: &mut Tree, lost: u64) {
         self.mirror.clear(tree);
+        self.status.anchored_blocks.set(0);
         self.status.resets.add(1);
         self.status.batches_lost.add(lost);
         self.show(tree);

@@ -5,10 +5,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use crate::fleet::{
-    DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, Worker, WorkerState,
+    DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, TargetParity, Worker,
+    WorkerState,
 };
 use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
 use crate::load::{TargetId, TargetLoad};
+use crate::prompt::Variant;
 use crate::worker::{Generation, Name, Role, WorkerRecord};
 
 /// One rank of one registration.
@@ -21,6 +23,7 @@ pub struct Rank {
     pub route_key: Name,
     pub load: Arc<TargetLoad>,
     pub demand: Arc<TargetDemand>,
+    pub parity: Arc<TargetParity>,
 }
 
 /// One worker as registered now.
@@ -93,6 +96,7 @@ impl Registry {
                         rank.record_id = RecordId(self.next_record);
                     }
                 }
+                known.ranks.iter().for_each(|rank| rank.parity.set_probed(new.probed));
                 known.worker = Arc::new(worker(id, known.worker.generation, new));
             } else if self.join(id.clone(), new) {
                 changes.joined.push(id);
@@ -113,7 +117,8 @@ impl Registry {
         }
         let is_multiplexed = new.record.is_rank_multiplexed();
         let route_key = |number| if is_multiplexed { format!("{id}#dp{number}").into() } else { id.clone() };
-        let ranks = (0..count).map(|number| self.rank(route_key(number))).collect();
+        let ranks: Vec<Rank> = (0..count).map(|number| self.rank(route_key(number))).collect();
+        ranks.iter().for_each(|rank| rank.parity.set_probed(new.probed));
         self.demand.forget_departed();
         self.next_generation += 1;
         let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new));
@@ -133,6 +138,7 @@ impl Registry {
             target: TargetId(self.next_target),
             record_id: RecordId(self.next_record),
             load: Arc::default(),
+            parity: Arc::default(),
             // The same cell as before while requests of an earlier registration are still in flight.
             demand: self.demand.cell(&route_key),
             route_key,
@@ -175,6 +181,7 @@ impl Registry {
                     route_key: rank.route_key.clone(),
                     load: rank.load.clone(),
                     demand: rank.demand.clone(),
+                    parity: rank.parity.clone(),
                     block_size: worker.record.kv_block_size.filter(|size| *size > 0).or_else(|| learned(rank.slot)),
                 });
             }
@@ -214,16 +221,29 @@ fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Wor
         },
         state => state,
     };
-    Worker { id, generation, record, address: discovered.address, authority, base_path, state }
+    let variant = record.default_chat_template_kwargs.as_ref().and_then(|arguments| match Variant::of(arguments) {
+        Ok(variant) => Some(variant.id()),
+        Err(error) => {
+            tracing::warn!(worker_id = %id, %error, "the worker's template arguments cannot be used; the fleet's are");
+            None
+        }
+    });
+    Worker { id, generation, record, address: discovered.address, authority, base_path, state, variant }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fleet::Parity;
 
     fn discovered(json: serde_json::Value) -> DiscoveredWorker {
         let record: WorkerRecord = serde_json::from_value(json).unwrap();
-        DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 80).into()), state: WorkerState::Active }
+        DiscoveredWorker {
+            record,
+            address: Some(([127, 0, 0, 1], 80).into()),
+            state: WorkerState::Active,
+            probed: Parity::Unknown,
+        }
     }
 
     fn plain(id: &str) -> serde_json::Value {

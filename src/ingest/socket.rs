@@ -51,6 +51,19 @@ pub(super) struct Subscription {
     pub monitor: zmq::Socket,
     /// Counted: see [`Contexts`].
     pub context: Arc<zmq::Context>,
+    /// Unique within the context.
+    name: u64,
+}
+
+impl Drop for Subscription {
+    /// The socket's monitor ends before its other end goes. The library writes a monitor event with a send that waits: a
+    /// handshake that succeeds while a worker leaves would hold the context's I/O thread for ever, and with it the events of
+    /// every rank in the context. Another monitor takes the former one's place at once, and one for no events writes none.
+    fn drop(&mut self) {
+        if let Err(error) = self.events.monitor(&format!("inproc://infera-events-{}-closed", self.name), 0) {
+            tracing::error!(%error, "cannot end a monitor of a KV-event socket");
+        }
+    }
 }
 
 /// As many ZMQ contexts as the ranks need. Each has an I/O thread of its own.
@@ -100,21 +113,32 @@ impl Subscription {
         monitor.set_linger(0)?;
         monitor.connect(&address)?;
         events.connect(endpoint)?;
-        Ok(Self { events, monitor, context })
+        Ok(Self { events, monitor, context, name })
     }
 
-    /// Reads what the monitor has to say; the last word, if there was any: connected or not.
-    pub fn connection_change(&self) -> Option<bool> {
-        let mut last = None;
+    /// Reads what the monitor has to say, if anything.
+    pub fn connection_change(&self) -> Option<ConnectionChange> {
+        let mut change: Option<ConnectionChange> = None;
         while let Ok(event) = self.monitor.recv_bytes(zmq::DONTWAIT) {
             // First frame: event number (16 bits) and value; second frame: address.
             while self.monitor.get_rcvmore().unwrap_or(false) && self.monitor.recv_bytes(zmq::DONTWAIT).is_ok() {}
             if let Some(number) = event.first_chunk::<2>() {
-                last = Some(u16::from_ne_bytes(*number) == SocketEvent::HANDSHAKE_SUCCEEDED.to_raw());
+                let is_connected = u16::from_ne_bytes(*number) == SocketEvent::HANDSHAKE_SUCCEEDED.to_raw();
+                let has_broken = !is_connected || change.is_some_and(|change| change.has_broken);
+                change = Some(ConnectionChange { is_connected, has_broken });
             }
         }
-        last
+        change
     }
+}
+
+/// What has become of a connection since the last look.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ConnectionChange {
+    /// The last word.
+    pub is_connected: bool,
+    /// Whether it was lost at any time, even if it is there again.
+    pub has_broken: bool,
 }
 
 /// A DEALER socket that has asked for every batch from `start` on. The engine answers when it next looks, which may take

@@ -57,6 +57,7 @@ pub(super) fn families(page: &MetricsPage) -> Result<Vec<MetricFamily>, Error> {
     fleet(&scrape, page, &view)?;
     load(&scrape, &view)?;
     super::steering::families(&scrape, &page.steering, &view.fleet)?;
+    super::parity::families(&scrape, &page.ingest.parity, &view.fleet)?;
     feeds(&scrape, page, &view)?;
     index(&scrape, page, &view)?;
     discovery(&scrape, page)?;

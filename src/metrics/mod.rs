@@ -2,6 +2,7 @@
 //! moment of the scrape, so that no series outlives what it describes. Never touches a request.
 
 mod live;
+mod parity;
 mod steering;
 
 use std::sync::{Arc, OnceLock, Weak};

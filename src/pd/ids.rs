@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_room_says_which_rank_holds_the_kv() {
+    fn b41_a_room_says_which_rank_holds_the_kv() {
         assert_eq!(aligned(1003, 0, 2), 1002);
         assert_eq!(aligned(1003, 2, 4), 1002);
         assert_eq!(aligned(1000, 3, 4), 1003);
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn rooms_are_distinct_over_many_attempts_and_fit_63_bits() {
+    fn b38_rooms_are_distinct_over_many_attempts_and_fit_63_bits() {
         let mut random = rand::rng();
         let mut seen = HashSet::new();
         for at in 0..100_000 {
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn two_processes_do_not_draw_the_same() {
+    fn b38_two_processes_do_not_draw_the_same() {
         // Each generator is seeded by the system, so two draws from fresh ones stand for two processes.
         let draw = || std::thread::spawn(|| AttemptIds::draw(&mut rand::rng(), 4, None)).join().expect("it draws");
         let (left, right) = (draw(), draw());

@@ -5,8 +5,8 @@
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
-use serde::de::{DeserializeSeed, Deserializer as _, MapAccess, Visitor};
-use serde_json::value::RawValue;
+
+use crate::prompt::outline::Outline;
 
 /// Kept pieces up to this many bytes are copied next to an insert instead of becoming a segment of their own:
 /// a segment costs more than copying this much.
@@ -59,21 +59,10 @@ impl Edits {
     }
 }
 
-/// Where one member stands in the body.
-#[derive(Debug)]
-struct Member {
-    /// The decoded key, when it was spelled with escapes.
-    escaped_key: Option<Box<str>>,
-    /// Offset of the key's opening quote.
-    start: usize,
-    value: Range<usize>,
-}
-
-/// The top-level members of one body.
+/// The top-level members of one body that is an object.
 #[derive(Debug)]
 pub struct Members {
-    body: Bytes,
-    list: Vec<Member>,
+    outline: Outline,
     /// Offset behind the opening brace.
     open: usize,
 }
@@ -81,52 +70,38 @@ pub struct Members {
 impl Members {
     /// Checks that `body` is one valid JSON object and notes where its members are.
     pub fn scan(body: &Bytes) -> Result<Self, SpliceError> {
-        let open = body.iter().position(|byte| !byte.is_ascii_whitespace());
-        let Some(open) = open.filter(|at| body[*at] == b'{') else {
-            return match serde_json::from_slice::<serde::de::IgnoredAny>(body) {
-                Ok(_) => Err(SpliceError::NotAnObject),
-                Err(error) => Err(SpliceError::Invalid(error.to_string())),
-            };
-        };
-        let mut document = serde_json::Deserializer::from_slice(body);
-        let scanner = Scanner { body, open: open + 1 };
-        let list = (&mut document).deserialize_map(scanner).map_err(|error| SpliceError::Invalid(error.to_string()))?;
-        document.end().map_err(|error| SpliceError::Invalid(error.to_string()))?;
-        Ok(Self { body: body.clone(), list, open: open + 1 })
+        Outline::read(body).map_err(|error| SpliceError::Invalid(error.to_string())).and_then(Self::of)
+    }
+
+    /// The members of a body that was read already.
+    pub fn of(outline: Outline) -> Result<Self, SpliceError> {
+        let open = outline.open().ok_or(SpliceError::NotAnObject)?;
+        Ok(Self { outline, open })
     }
 
     /// Raw JSON of a member's value. Of several members with one name the last counts, as for most parsers.
     pub fn raw(&self, key: &str) -> Option<&[u8]> {
-        self.list.iter().rev().find(|member| self.key_is(member, key)).map(|member| &self.body[member.value.clone()])
+        self.outline.raw(key)
     }
 
     /// The whole body.
     pub fn body(&self) -> &Bytes {
-        &self.body
-    }
-
-    fn key_is(&self, member: &Member, key: &str) -> bool {
-        match &member.escaped_key {
-            Some(decoded) => **decoded == *key,
-            None => {
-                let text = &self.body[member.start + 1..];
-                text.starts_with(key.as_bytes()) && text.get(key.len()) == Some(&b'"')
-            }
-        }
+        self.outline.body()
     }
 
     /// The edited body, in order. Pieces of the body are shared, never copied, unless they are short.
     pub fn apply(&self, edits: &Edits) -> Vec<Bytes> {
-        let mut output = Output { body: &self.body, segments: Vec::new(), kept: 0..0, insert: BytesMut::new() };
+        let body = self.body();
+        let mut output = Output { body, segments: Vec::new(), kept: 0..0, insert: BytesMut::new() };
         let mut used = vec![false; edits.0.len()];
         let mut is_first = true;
         output.keep(0..self.open);
         let mut previous_end = self.open;
-        for member in &self.list {
+        for member in self.outline.members() {
             // Whitespace and, but for the first member, the comma in front of it.
             let gap = previous_end..member.start;
             previous_end = member.value.end;
-            let edit = edits.0.iter().position(|(key, _)| self.key_is(member, key));
+            let edit = edits.0.iter().position(|(key, _)| self.outline.key_is(member, key));
             let new_value = match edit.map(|at| (at, &edits.0[at].1)) {
                 None => None,
                 Some((_, Change::Remove)) => continue,
@@ -137,7 +112,7 @@ impl Members {
                     Some(value)
                 }
             };
-            if !(is_first && self.body[gap.clone()].contains(&b',')) {
+            if !(is_first && body[gap.clone()].contains(&b',')) {
                 output.keep(gap);
             }
             is_first = false;
@@ -158,7 +133,7 @@ impl Members {
                 is_first = false;
             }
         }
-        output.keep(previous_end..self.body.len());
+        output.keep(previous_end..body.len());
         output.finish()
     }
 }
@@ -205,62 +180,6 @@ impl Output<'_> {
     fn finish(mut self) -> Vec<Bytes> {
         self.flush();
         self.segments
-    }
-}
-
-/// Walks one object; the parser hands out each value as a slice of the body, which tells where it stands.
-struct Scanner<'a> {
-    body: &'a [u8],
-    open: usize,
-}
-
-impl<'de> Visitor<'de> for Scanner<'de> {
-    type Value = Vec<Member>;
-
-    fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str("a JSON object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut list = Vec::new();
-        let mut previous_end = self.open;
-        while let Some(escaped_key) = map.next_key_seed(Key)? {
-            let raw: &'de RawValue = map.next_value()?;
-            let value_start = raw.get().as_ptr() as usize - self.body.as_ptr() as usize;
-            // Between two members there is nothing but whitespace and a comma.
-            let start = self.body[previous_end..value_start].iter().position(|byte| *byte == b'"');
-            let start = previous_end + start.expect("a key stands between the values of an object");
-            previous_end = value_start + raw.get().len();
-            list.push(Member { escaped_key, start, value: value_start..previous_end });
-        }
-        Ok(list)
-    }
-}
-
-/// A key; decoded only when its spelling differs from its text.
-struct Key;
-
-impl<'de> DeserializeSeed<'de> for Key {
-    type Value = Option<Box<str>>;
-
-    fn deserialize<D: serde::Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Key {
-    type Value = Option<Box<str>>;
-
-    fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str("a key")
-    }
-
-    fn visit_borrowed_str<E>(self, _: &'de str) -> Result<Self::Value, E> {
-        Ok(None)
-    }
-
-    fn visit_str<E>(self, decoded: &str) -> Result<Self::Value, E> {
-        Ok(Some(decoded.into()))
     }
 }
 

@@ -11,9 +11,7 @@ use super::encoder::Encoder;
 use super::flights::Flights;
 use super::segments::{Piece, Splitter};
 use super::{NoBlocks, PromptBlocks, PromptStats, spare};
-
-/// Pieces from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
-const LONG_PIECE_BYTES: usize = 8 << 10;
+use crate::limits::LONG_PIECE_BYTES;
 
 /// From so many new bytes on, in more than one piece, other encoder threads are asked to help.
 const SHARED_BYTES_MIN: usize = 64 << 10;

@@ -85,11 +85,24 @@ impl Encoder {
         }
     }
 
+    /// Whether long texts take milliseconds, not hundreds of them.
+    pub fn is_fast(&self) -> bool {
+        matches!(self.implementation, Implementation::Fast(_))
+    }
+
     /// Ids of a text without anything around it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, NoBlocks> {
         match &self.implementation {
             Implementation::Reference(tokenizer) => reference_ids(tokenizer, text),
             Implementation::Fast(tokenizer) => fast_ids(tokenizer, text),
+        }
+    }
+
+    /// Text of ids, special tokens included; for people to read.
+    pub fn decode(&self, ids: &[u32]) -> Option<String> {
+        match &self.implementation {
+            Implementation::Reference(tokenizer) => tokenizer.decode(ids, false).ok(),
+            Implementation::Fast(tokenizer) => tokenizer.decode(ids, false).ok(),
         }
     }
 

@@ -6,7 +6,8 @@
 
 use std::borrow::Cow;
 
-/// Room taken at once for a string with escapes.
+/// Room taken at once for a string with escapes, at least; else as much as the one before it took, because messages of
+/// one conversation are alike and growing step by step costs more than reading.
 const OWNED_BYTES_MIN: usize = 256;
 
 /// Containers inside containers; Python's own reader gives up near 1,000.
@@ -35,16 +36,53 @@ impl JsonError {
 
 pub type JsonResult<T> = Result<T, JsonError>;
 
+/// One JSON value to be looked through once: still text, or a tree of it.
+pub trait Values<'a>: Sized {
+    /// First byte of the value's text, or one that tells its kind; not consumed.
+    fn peek(&mut self) -> Option<u8>;
+    fn string(&mut self) -> JsonResult<Cow<'a, str>>;
+    /// `member` is called at each member's value and must consume it.
+    fn object(&mut self, member: impl FnMut(&mut Self, Cow<'a, str>) -> JsonResult<()>) -> JsonResult<()>;
+    /// `item` is called at each item and must consume it.
+    fn array(&mut self, item: impl FnMut(&mut Self) -> JsonResult<()>) -> JsonResult<()>;
+    /// Consumes the value, whatever it is.
+    fn skip(&mut self) -> JsonResult<()>;
+}
+
+impl<'a> Values<'a> for Reader<'a> {
+    fn peek(&mut self) -> Option<u8> {
+        Reader::peek(self)
+    }
+
+    fn string(&mut self) -> JsonResult<Cow<'a, str>> {
+        Reader::string(self)
+    }
+
+    fn object(&mut self, member: impl FnMut(&mut Self, Cow<'a, str>) -> JsonResult<()>) -> JsonResult<()> {
+        Reader::object(self, member)
+    }
+
+    fn array(&mut self, item: impl FnMut(&mut Self) -> JsonResult<()>) -> JsonResult<()> {
+        Reader::array(self, item)
+    }
+
+    fn skip(&mut self) -> JsonResult<()> {
+        Reader::skip(self)
+    }
+}
+
 /// A reader at one place of one text. After an error its place is where the error is.
 pub struct Reader<'a> {
     text: &'a str,
     at: usize,
     depth: usize,
+    /// Bytes of the last string that had escapes.
+    owned_bytes: usize,
 }
 
 impl<'a> Reader<'a> {
     pub fn new(text: &'a str) -> Self {
-        Self { text, at: 0, depth: 0 }
+        Self { text, at: 0, depth: 0, owned_bytes: 0 }
     }
 
     pub fn fail<T>(&self, what: &'static str) -> JsonResult<T> {
@@ -150,12 +188,14 @@ impl<'a> Reader<'a> {
             self.at += 1;
             return Ok(Cow::Borrowed(&self.text[start..self.at - 1]));
         }
-        let mut owned = String::with_capacity((self.at - start) * 2 + OWNED_BYTES_MIN);
+        let room = ((self.at - start) * 2).max(self.owned_bytes + self.owned_bytes / 4) + OWNED_BYTES_MIN;
+        let mut owned = String::with_capacity(room.min(self.text.len() - start));
         owned.push_str(&self.text[start..self.at]);
         loop {
             match self.bytes().get(self.at) {
                 Some(b'"') => {
                     self.at += 1;
+                    self.owned_bytes = owned.len();
                     return Ok(Cow::Owned(owned));
                 }
                 Some(b'\\') => owned.push(self.escape()?),
@@ -434,6 +474,15 @@ mod tests {
         }
         assert!(skip_all(&"[".repeat(1_000_000)).is_err());
         assert!(skip_all(&format!("{}{}", "[".repeat(DEPTH_MAX), "]".repeat(DEPTH_MAX))).is_ok());
+    }
+
+    /// A picture of 20 MB within a body is read where it lies.
+    #[test]
+    fn a_string_without_escapes_is_never_copied() {
+        let text = format!("\"data:image/png;base64,{}\"", "iVBORw0KGgo+".repeat((20 << 20) / 12));
+        let read = Reader::new(&text).string().expect("a string");
+        assert!(matches!(read, Cow::Borrowed(_)) && read.len() + 2 == text.len());
+        assert_eq!(read.as_ptr(), text[1..].as_ptr());
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 pub mod extract;
 pub mod json;
+pub mod outline;
 pub mod pool;
 
 mod ahead;
@@ -43,6 +44,7 @@ pub use ahead::Submit;
 pub use encoder::EncoderChoice;
 pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
+pub use request::{Body as PromptBody, Look};
 pub use variant::Variant;
 
 /// Which OpenAI endpoint a body was sent to.
@@ -108,33 +110,23 @@ impl Prompt {
     }
 }
 
-/// Blocks of a body in each block size, with or without a tokenizer at hand: a prompt of token ids needs none.
-pub fn blocks_by_size(
+/// `Prompter::attempt` for the fleet's variant, with or without a tokenizer at hand: a prompt of token ids needs none.
+pub fn attempt(
     prompter: Option<&Prompter>,
     endpoint: Endpoint,
     engine: EngineRules,
+    variant: Option<&Variant>,
     body: &[u8],
     block_sizes: &[usize],
-) -> Result<Vec<PromptBlocks>, NoBlocks> {
+    new_bytes_max: usize,
+) -> Result<Attempt, NoBlocks> {
     match prompter {
-        Some(prompter) => prompter.blocks_by_size(endpoint, engine, body, block_sizes),
+        Some(prompter) => prompter.attempt(endpoint, engine, variant, body, block_sizes, new_bytes_max),
         None => {
             let prompt = tokens_without_tokenizer(endpoint, body)?;
-            Ok(block_sizes.iter().map(|block_size| prompt.blocks(*block_size)).collect())
+            Ok(Attempt::Ready(block_sizes.iter().map(|block_size| prompt.blocks(*block_size)).collect()))
         }
     }
-}
-
-/// Blocks of a body in one block size.
-pub fn blocks(
-    prompter: Option<&Prompter>,
-    endpoint: Endpoint,
-    engine: EngineRules,
-    body: &[u8],
-    block_size: usize,
-) -> Result<PromptBlocks, NoBlocks> {
-    let mut blocks = blocks_by_size(prompter, endpoint, engine, body, &[block_size])?;
-    blocks.pop().ok_or(NoBlocks::NoPrompt)
 }
 
 /// The prompt of a body whose prompt is token ids; `NoTokenizer` for any other that has one.

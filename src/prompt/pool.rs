@@ -1,5 +1,8 @@
 //! A small pool of threads for encoding long prompts, so that a relay on a shard never waits for one.
 //!
+//! Its threads run at the process's own priority. A lower one was measured and is worse where shards and encoders share
+//! a core: a shard then waits for what a preempted encoder holds, the kernel's lock on the address space above all.
+//!
 //! Knows nothing of shards or requests: a job is a closure that does the work and hands its result over
 //! itself. The caller keeps the deadline; a job whose caller has given up should notice and return early.
 

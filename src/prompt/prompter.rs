@@ -10,6 +10,7 @@ use super::encoder::{Encoder, EncoderChoice, on_own_thread};
 use super::environment::strftime;
 use super::model_files::ModelFiles;
 use super::native::Native;
+use super::outline::utf8;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
 use super::template::ChatTemplate;
@@ -135,7 +136,20 @@ impl Prompter {
 
     /// Text and token ids of a body, without the prefix cache.
     pub fn tokens(&self, endpoint: Endpoint, engine: EngineRules, body: &[u8]) -> Result<Prompt, NoBlocks> {
-        match self.rendered(endpoint, engine, &self.fleet_variant, body)? {
+        self.tokens_of_variant(endpoint, engine, None, body)
+    }
+
+    /// The same for a worker's own variant; `None` is the fleet's.
+    pub fn tokens_of_variant(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: &[u8],
+    ) -> Result<Prompt, NoBlocks> {
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        let body = (Body::read(text)?, body.len());
+        match self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body)? {
             Rendered::Ids(ids) => Ok(Prompt { text: None, ids }),
             Rendered::Text(mut text) => {
                 let ids = self.maker.ids(&text)?;
@@ -153,19 +167,21 @@ impl Prompter {
         body: &[u8],
         block_size: usize,
     ) -> Result<PromptBlocks, NoBlocks> {
-        let mut blocks = self.blocks_by_size(endpoint, engine, body, &[block_size])?;
+        let mut blocks = self.blocks_by_size(endpoint, engine, None, body, &[block_size])?;
         blocks.pop().ok_or(NoBlocks::NoPrompt)
     }
 
-    /// Block hashes of a body in each block size: one rendering and one encoding for all of them.
+    /// Block hashes of a body in each block size: one rendering and one encoding for all of them. `variant` is the
+    /// worker's own, `None` the fleet's.
     pub fn blocks_by_size(
         &self,
         endpoint: Endpoint,
         engine: EngineRules,
+        variant: Option<&Variant>,
         body: &[u8],
         block_sizes: &[usize],
     ) -> Result<Vec<PromptBlocks>, NoBlocks> {
-        match self.attempt(endpoint, engine, None, body, block_sizes, usize::MAX)? {
+        match self.attempt(endpoint, engine, variant, body, block_sizes, usize::MAX)? {
             Attempt::Ready(blocks) => Ok(blocks),
             Attempt::Later(pending) => self.finish(pending),
         }
@@ -179,6 +195,20 @@ impl Prompter {
         engine: EngineRules,
         variant: Option<&Variant>,
         body: &[u8],
+        block_sizes: &[usize],
+        new_bytes_max: usize,
+    ) -> Result<Attempt, NoBlocks> {
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        self.attempt_read(endpoint, engine, variant, (Body::read(text)?, body.len()), block_sizes, new_bytes_max)
+    }
+
+    /// The same for a body that was read already, given with its length in bytes.
+    pub fn attempt_read(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: (Body<'_>, usize),
         block_sizes: &[usize],
         new_bytes_max: usize,
     ) -> Result<Attempt, NoBlocks> {
@@ -216,9 +246,35 @@ impl Prompter {
         let _ = self.maker.encoder.encode(WARM_UP_TEXT);
     }
 
+    /// Text of token ids, special tokens included; for people to read.
+    pub fn text_of(&self, ids: &[u32]) -> Option<String> {
+        self.maker.encoder.decode(ids)
+    }
+
     /// Counters for metrics.
     pub fn stats(&self) -> PromptStats {
         self.maker.stats()
+    }
+
+    /// Token ids of a text by itself, nothing around it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, NoBlocks> {
+        self.maker.encoder.encode(text)
+    }
+
+    /// Whether the fast encoder is in use.
+    pub fn encodes_fast(&self) -> bool {
+        self.maker.encoder.is_fast()
+    }
+
+    /// Whether a body may hold a template of its own that is to be rendered: that may take its time, whatever the
+    /// body's length, and belongs on the encoder pool.
+    pub fn may_bring_template(&self, body: &[u8]) -> bool {
+        self.options.allow_request_chat_template && memchr::memmem::find(body, b"\"chat_template\"").is_some()
+    }
+
+    /// What workers that say nothing of their own are taken to render.
+    pub fn fleet_variant(&self) -> &Variant {
+        &self.fleet_variant
     }
 
     /// Name of the encoder in use.
@@ -239,10 +295,8 @@ impl Prompter {
         endpoint: Endpoint,
         engine: EngineRules,
         variant: &Variant,
-        body: &[u8],
+        (body, body_bytes): (Body<'_>, usize),
     ) -> Result<Rendered, NoBlocks> {
-        let text = std::str::from_utf8(body).map_err(|_| NoBlocks::BadJson)?;
-        let body = Body::read(text)?;
         if let Some(ids) = given_ids(&body, engine) {
             return Ok(Rendered::Ids(ids));
         }
@@ -251,9 +305,9 @@ impl Prompter {
         }
         let mut rendered = match endpoint {
             Endpoint::Completions => self.completion(engine, body),
-            Endpoint::Chat => self.chat(endpoint, engine, variant, body, text.len()),
+            Endpoint::Chat => self.chat(endpoint, engine, variant, body, body_bytes),
             Endpoint::Responses => {
-                self.chat(endpoint, engine, variant, responses::chat_body(body, engine)?, text.len())
+                self.chat(endpoint, engine, variant, responses::chat_body(body, engine)?, body_bytes)
             }
         }?;
         if rendered.cuts.is_empty() {
@@ -277,8 +331,7 @@ impl Prompter {
         }
         let own_template = match body.chat_template.take() {
             Some(Tree::Text(source)) if self.options.allow_request_chat_template => {
-                let compiled = ChatTemplate::compile(&source, self.options.now);
-                Some(compiled.map_err(|error| NoBlocks::TemplateFailed(error.to_string()))?)
+                Some(ChatTemplate::compile_hostile(&source, self.options.now)?)
             }
             // SGLang has no such member and ignores it; vLLM refuses the request.
             Some(_) if engine == EngineRules::Vllm => {

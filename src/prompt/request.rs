@@ -6,7 +6,7 @@ use std::borrow::Cow;
 
 use super::NoBlocks;
 use super::json::{JsonResult, LONE_SURROGATE, Reader};
-use super::tree::{Map, Tree};
+use super::tree::{Cursor, Map, Tree};
 
 /// What one engine renders: the template's variables and what is done around the rendering.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ pub struct Conversation<'a> {
 }
 
 /// Members of a chat or completion body, in the types in which they arrived.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Body<'a> {
     pub messages: Option<Tree<'a>>,
     pub prompt: Option<Tree<'a>>,
@@ -46,6 +46,8 @@ pub struct Body<'a> {
     pub truncate_prompt_tokens: Option<Tree<'a>>,
     pub prompt_embeds: Option<Tree<'a>>,
     pub suffix: Option<Tree<'a>>,
+    /// The engine keys this request's blocks by more than their tokens: a salt, an adapter, an extra key.
+    pub has_namespace: bool,
     pub response_format: Option<Tree<'a>>,
     /// SGLang: a task of the model's own, for DeepSeek-V4.
     pub task: Option<Tree<'a>>,
@@ -58,6 +60,22 @@ pub struct Body<'a> {
     pub conversation: Option<Tree<'a>>,
 }
 
+/// A top-level value as it was found: still to be consumed, or read already.
+pub enum Look<'l, 't, 'a> {
+    Text(&'l mut Reader<'a>),
+    Tree(&'l mut Cursor<'t>),
+}
+
+impl Look<'_, '_, '_> {
+    /// Nothing to see.
+    pub fn pass(self) -> JsonResult<()> {
+        match self {
+            Look::Text(reader) => reader.skip(),
+            Look::Tree(_) => Ok(()),
+        }
+    }
+}
+
 impl<'a> Body<'a> {
     /// Reads a body; members that do not touch the prompt are skipped, `null` is absence.
     pub fn read(text: &'a str) -> Result<Self, NoBlocks> {
@@ -67,13 +85,23 @@ impl<'a> Body<'a> {
             return Err(NoBlocks::BadJson);
         }
         reader
-            .object(|reader, key| body.member(reader, &key))
+            .object(|reader, key| body.member(reader, &key, |look| look.pass()))
             .and_then(|()| reader.end())
             .map_err(|error| bad_json(error.what))?;
+        // Plain blocks of the same text are of no use to it, and credit for them would be false.
+        if body.has_namespace {
+            return Err(NoBlocks::Unsupported("a cache namespace of the request's own"));
+        }
         Ok(body)
     }
 
-    fn member(&mut self, reader: &mut Reader<'a>, key: &str) -> JsonResult<()> {
+    /// Reads the top-level member `key`, whose value the reader is at, or passes over it. `look` sees every value once.
+    pub fn member(
+        &mut self,
+        reader: &mut Reader<'a>,
+        key: &str,
+        look: impl FnOnce(Look<'_, '_, 'a>) -> JsonResult<()>,
+    ) -> JsonResult<()> {
         let slot = match key {
             "messages" => &mut self.messages,
             "prompt" => &mut self.prompt,
@@ -91,6 +119,11 @@ impl<'a> Body<'a> {
             "truncate_prompt_tokens" => &mut self.truncate_prompt_tokens,
             "prompt_embeds" => &mut self.prompt_embeds,
             "suffix" => &mut self.suffix,
+            "cache_salt" | "extra_key" | "lora_path" => {
+                let value = Tree::read(reader)?;
+                self.has_namespace |= !value.is_null() && value.as_text() != Some("");
+                return Ok(());
+            }
             "response_format" => &mut self.response_format,
             "task" => &mut self.task,
             "input" => &mut self.input,
@@ -98,9 +131,11 @@ impl<'a> Body<'a> {
             "previous_response_id" => &mut self.previous_response_id,
             "previous_input_messages" => &mut self.previous_input_messages,
             "conversation" => &mut self.conversation,
-            _ => return reader.skip(),
+            _ => return look(Look::Text(reader)),
         };
-        *slot = Some(Tree::read(reader)?).filter(|value| !value.is_null());
+        let value = Tree::read(reader)?;
+        look(Look::Tree(&mut Cursor(&value)))?;
+        *slot = Some(value).filter(|value| !value.is_null());
         Ok(())
     }
 }

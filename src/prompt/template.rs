@@ -11,9 +11,13 @@ use minijinja::{Environment, Error, ErrorKind};
 use super::content_form::{self, ContentForm};
 use super::environment::{Refused, environment};
 use super::{EngineRules, NoBlocks, spare};
-use crate::limits::RENDERED_BYTES_MAX;
+use crate::limits::{RENDERED_BYTES_MAX, REQUEST_TEMPLATE_BYTES_MAX, REQUEST_TEMPLATE_FUEL};
 
 const NAME: &str = "chat_template";
+
+/// Address space, of which a template touches what its depth needs: 4 KiB for each byte of the longest source, and a level
+/// takes at least one byte and a few hundred bytes of stack.
+const COMPILE_STACK_BYTES: usize = REQUEST_TEMPLATE_BYTES_MAX * 4096;
 
 /// One compiled template.
 pub struct ChatTemplate {
@@ -33,6 +37,24 @@ impl ChatTemplate {
         Ok(Self { environment, source, forms })
     }
 
+    /// Compiles a template that somebody else wrote. The compiler recurses once for each level of an expression, and not
+    /// all levels are counted (`not not not …`, a sum of many terms): the source is bounded, and the stack is made for
+    /// the deepest expression that fits in it.
+    pub fn compile_hostile(source: &str, now: Option<SystemTime>) -> Result<Self, NoBlocks> {
+        if source.len() > REQUEST_TEMPLATE_BYTES_MAX {
+            return Err(NoBlocks::TooLong);
+        }
+        let failed = |error: &dyn std::fmt::Display| NoBlocks::TemplateFailed(error.to_string());
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("template".into()).stack_size(COMPILE_STACK_BYTES);
+            let thread = thread.spawn_scoped(scope, || Self::compile(source, now)).map_err(|error| failed(&error))?;
+            let compiled = thread.join().map_err(|_| failed(&"the compiler panicked"))?;
+            let mut compiled = compiled.map_err(|error| failed(&error))?;
+            compiled.environment.set_fuel(Some(REQUEST_TEMPLATE_FUEL));
+            Ok(compiled)
+        })
+    }
+
     /// The form in which this template wants message content, as the given engine decides it.
     pub fn content_form(&self, rules: EngineRules) -> ContentForm {
         self.forms[rules as usize]
@@ -45,12 +67,13 @@ impl ChatTemplate {
     /// Renders over a map of variables; `bytes_hint` is about how long the text will be.
     pub fn render(&self, variables: Value, bytes_hint: usize) -> Result<String, NoBlocks> {
         let template = self.environment.get_template(NAME).map_err(|error| refusal(&error))?;
-        let mut output = Bounded(spare::take(bytes_hint.min(RENDERED_BYTES_MAX)));
+        // The spare buffer is empty, so this checks nothing and cannot fail.
+        let spare = String::from_utf8(spare::take(bytes_hint.min(RENDERED_BYTES_MAX))).unwrap_or_default();
+        let mut output = Bounded(spare);
         match template.render_captured_to(variables, &mut output) {
-            // The engine writes whole strings, so this cannot fail; if it did, the text could not be encoded.
-            Ok(_) => String::from_utf8(output.0).map_err(|_| NoBlocks::EncodeFailed),
+            Ok(_) => Ok(output.0),
             Err(error) => {
-                spare::give(output.0);
+                spare::give(output.0.into_bytes());
                 Err(refusal(&error))
             }
         }
@@ -58,14 +81,17 @@ impl ChatTemplate {
 }
 
 /// Output that refuses to grow beyond the bound on rendered text.
-struct Bounded(Vec<u8>);
+///
+/// The template engine writes whole strings, one after another; checked each by itself by vector code, they cost a
+/// fraction of what checking the whole text at its end does where it is not ASCII.
+struct Bounded(String);
 
 impl std::io::Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         if self.0.len() + bytes.len() > RENDERED_BYTES_MAX {
             return Err(std::io::ErrorKind::FileTooLarge.into());
         }
-        self.0.extend_from_slice(bytes);
+        self.0.push_str(simdutf8::basic::from_utf8(bytes).map_err(|_| std::io::ErrorKind::InvalidData)?);
         Ok(bytes.len())
     }
 

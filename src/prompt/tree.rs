@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use minijinja::Value;
 use minijinja::value::Object;
 
-use super::json::{JsonResult, Reader};
+use super::json::{JsonError, JsonResult, Reader, Values};
 
 /// One JSON value.
 #[derive(Clone, Debug, PartialEq)]
@@ -171,6 +171,48 @@ impl<'a> Tree<'a> {
             Tree::List(items) => items.iter().map(Tree::to_value).collect::<Vec<_>>().into(),
             Tree::Map(map) => map.to_value(),
         }
+    }
+}
+
+/// A tree looked through as text is.
+pub struct Cursor<'t>(pub &'t Tree<'t>);
+
+impl<'t> Values<'t> for Cursor<'t> {
+    fn peek(&mut self) -> Option<u8> {
+        Some(match self.0 {
+            Tree::Null => b'n',
+            Tree::Bool(true) => b't',
+            Tree::Bool(false) => b'f',
+            Tree::Integer(_) | Tree::Float(_) => b'0',
+            Tree::Text(_) => b'"',
+            Tree::List(_) => b'[',
+            Tree::Map(_) => b'{',
+        })
+    }
+
+    fn string(&mut self) -> JsonResult<Cow<'t, str>> {
+        match self.0 {
+            Tree::Text(text) => Ok(Cow::Borrowed(text)),
+            _ => Err(JsonError { offset: 0, what: "expected a string" }),
+        }
+    }
+
+    fn object(&mut self, mut member: impl FnMut(&mut Self, Cow<'t, str>) -> JsonResult<()>) -> JsonResult<()> {
+        match self.0 {
+            Tree::Map(map) => map.0.iter().try_for_each(|(key, value)| member(&mut Cursor(value), Cow::Borrowed(key))),
+            _ => Err(JsonError { offset: 0, what: "expected an object" }),
+        }
+    }
+
+    fn array(&mut self, mut item: impl FnMut(&mut Self) -> JsonResult<()>) -> JsonResult<()> {
+        match self.0 {
+            Tree::List(items) => items.iter().try_for_each(|value| item(&mut Cursor(value))),
+            _ => Err(JsonError { offset: 0, what: "expected an array" }),
+        }
+    }
+
+    fn skip(&mut self) -> JsonResult<()> {
+        Ok(())
     }
 }
 

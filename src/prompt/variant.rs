@@ -12,6 +12,7 @@ use super::tree::{Map, Tree};
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Variant {
     pub(super) kwargs: Map<'static>,
+    arguments: serde_json::Map<String, serde_json::Value>,
     id: u64,
     label: String,
 }
@@ -39,7 +40,12 @@ impl Variant {
                 (xxh3_64(&bytes) | 1, parts.join(","))
             }
         };
-        Ok(Self { kwargs: map, id, label })
+        Ok(Self { kwargs: map, arguments: kwargs.clone(), id, label })
+    }
+
+    /// The arguments as JSON.
+    pub fn arguments(&self) -> serde_json::Map<String, serde_json::Value> {
+        self.arguments.clone()
     }
 
     /// 0 for the empty variant; equal for equal arguments, whatever their order.

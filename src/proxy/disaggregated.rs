@@ -1,6 +1,7 @@
 //! One request that a prefill and a decode worker share: what must be known of it, the attempts on pairs, and the hand
 //! over of KV that an attempt left behind. The legs themselves are in `legs`, the picking in `pair`.
 
+use std::borrow::Cow;
 use std::rc::Rc;
 
 use infera_shards::{Request, Responder};
@@ -8,16 +9,17 @@ use tracing::debug;
 
 use super::direct::Named;
 use super::exchange::{Route, named_model};
-use super::legs::{self, Attempt, Ending, Held, Job};
+use super::held::Held;
+use super::legs::{self, Attempt, Ending, Job};
 use super::metrics::Outcome;
 use super::pair::{PairWish, PickedPair, Tried, pick_pair};
-use super::prompts;
 use super::service::RouterService;
 use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
 use crate::pd::{AttemptIds, Members, PdEndpoint, RankPins, Sequences};
-use crate::route::{self, Policy, Topology};
+use crate::prompt::outline::Outline;
+use crate::route::{self, Topology};
 use crate::worker::Role;
 
 /// The request as an endpoint that two legs can serve.
@@ -36,16 +38,30 @@ pub(super) fn is_pair(fleet: &Fleet, model: &str, named: &Named) -> bool {
         && matches!(route::topology(fleet, model), Ok(Topology::Disaggregated { .. }))
 }
 
+/// The targets of both roles.
+pub(super) fn both_pools<'a>(fleet: &'a Fleet, model: &str) -> Cow<'a, [u32]> {
+    match route::topology(fleet, model) {
+        Ok(Topology::Disaggregated { prefill, decode }) => Cow::Owned([prefill, decode].concat()),
+        _ => Cow::Borrowed(&[]),
+    }
+}
+
 pub(super) async fn serve(
     service: &RouterService,
     endpoint: PdEndpoint,
-    mut route: Route,
+    route: Route,
     request: Request,
+    outline: Option<Outline>,
     responder: &mut Responder,
 ) -> Result<Outcome, ApiError> {
     let received = request.received;
     let bad = |error: &dyn std::fmt::Display| ApiError::BadRequest(error.to_string());
-    let members = Members::scan(&request.body).map_err(|error| bad(&error))?;
+    let members = match outline {
+        Some(outline) => Members::of(outline),
+        // It was no JSON; read again for the words.
+        None => Members::scan(&request.body),
+    };
+    let members = members.map_err(|error| bad(&error))?;
     let pins = RankPins::of(&members, request.head.get("x-data-parallel-rank")).map_err(|error| bad(&error))?;
     let sequences = Sequences::of(endpoint, &members);
     if sequences.total() > limits::PAIR_SEQUENCES_MAX {
@@ -56,7 +72,6 @@ pub(super) async fn serve(
             limits::PAIR_SEQUENCES_MAX
         )));
     }
-    hash_prompt(service, &mut route, &request).await;
     let mut job = Some(Job { request: Rc::new(request), members, endpoint, sequences, received });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
@@ -90,21 +105,6 @@ pub(super) async fn serve(
             }
         }
     }
-}
-
-/// Hashes for both pools at once: their engines may differ in rules and block size.
-async fn hash_prompt(service: &RouterService, route: &mut Route, request: &Request) {
-    if service.shared.settings.policy != Policy::KvAware || route.endpoint == Endpoint::Forward {
-        return;
-    }
-    let view = service.view();
-    let Ok(Topology::Disaggregated { prefill, decode }) =
-        route::topology(&view.fleet, named_model(&view.fleet, &route.model))
-    else {
-        return;
-    };
-    let both = [prefill, decode].concat();
-    route.prompts = prompts::hash(service, &route.endpoint, &view.fleet, &both, &request.body).await;
 }
 
 /// Picks and books on the newest view.

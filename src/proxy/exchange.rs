@@ -1,6 +1,7 @@
 //! The attempts of one request: pick, send, and either relay the answer or try another worker. A retry is
 //! allowed until the first byte has gone to the client and never goes to a worker that failed this request.
 
+use std::borrow::Cow;
 use std::time::Instant;
 
 use http::{HeaderName, HeaderValue, StatusCode};
@@ -15,14 +16,15 @@ use super::disaggregated;
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::observe::AnswerObserver;
 use super::pick::{Picked, Wish, pick};
-use super::prompts::{self, Prompts};
+use super::prompts::{self, Prompts, Unfinished};
+use super::reading::Reading;
 use super::relay::{as_it_came, count, is_stream};
 use super::service::RouterService;
 use super::steering::SessionName;
-use crate::api::{self, ApiError, Endpoint};
+use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::pd::PdEndpoint;
-use crate::prompt::extract::RoutingFields;
+use crate::prompt::outline::Outline;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
 
@@ -63,9 +65,9 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     let mut record = Record::start(&service.shared.metrics, received);
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
         Ok(Served::ByOne(picked, response)) => relay(&picked, response, responder, received).await,
-        Ok(Served::ByAPair(endpoint, route, request)) => {
+        Ok(Served::ByAPair(endpoint, route, request, outline)) => {
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, endpoint, route, request, responder)).await {
+            match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, responder)).await {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(error, responder)).await,
             }
@@ -99,29 +101,56 @@ enum Served {
     /// One worker, whose answer has begun.
     ByOne(Picked, UpstreamResponse),
     /// A prefill and a decode worker, still to be picked.
-    ByAPair(PdEndpoint, Route, Request),
+    ByAPair(PdEndpoint, Route, Request, Option<Outline>),
+}
+
+/// What a request is, as far as it can be said without waiting.
+struct Begun {
+    route: Route,
+    outline: Option<Outline>,
+    /// A prompt that is still to be encoded elsewhere.
+    unfinished: Option<Unfinished>,
+    pair: Option<PdEndpoint>,
+}
+
+/// In one go, because the prompt's text lies in the request's body until it is hashed.
+fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Result<Begun, ApiError> {
+    let Reading { model, samples, facts, outline, prompt } = Reading::of(service, &endpoint, request)?;
+    let sessions = service.shared.steering.sessions.as_ref();
+    let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
+    let view = service.view();
+    let fleet = &view.fleet;
+    let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
+    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
+    let pair = disaggregated::endpoint_of(&route.endpoint)
+        .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
+    let mut unfinished = None;
+    if service.shared.settings.policy == Policy::KvAware
+        && route.endpoint != Endpoint::Forward
+        && let Some(outline) = &outline
+    {
+        let pool = match pair {
+            // For both roles at once: their engines may differ in rules and block size.
+            Some(_) => disaggregated::both_pools(fleet, named_model(fleet, &route.model)),
+            None => Cow::Borrowed(pool_of(fleet, &route)?.1),
+        };
+        unfinished = prompts::begin(service, &mut route.prompts, &route.endpoint, fleet, &pool, outline, prompt);
+    }
+    Ok(Begun { route, outline, unfinished, pair })
 }
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
 /// gone with this future: there is no replay once the answer goes to the client.
 async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request) -> Result<Served, ApiError> {
-    let (model, samples) = requested(&endpoint, &request)?;
-    let sessions = service.shared.steering.sessions.as_ref();
-    let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
-    let mode = service.shared.settings.disaggregation.mode;
-    let named = Named::of(mode, &request.head, &service.view().fleet)?;
-    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::default() };
-    if let Some(endpoint) = disaggregated::endpoint_of(&route.endpoint) {
-        let view = service.view();
-        if disaggregated::is_pair(&view.fleet, named_model(&view.fleet, &route.model), &route.named) {
-            return Ok(Served::ByAPair(endpoint, route, request));
-        }
+    let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request)?;
+    if let Some(unfinished) = unfinished {
+        // Boxed: the timer inside is large, and most prompts never come here.
+        Box::pin(prompts::finish(service, &mut route.prompts, &request.body, unfinished)).await;
     }
-    if service.shared.settings.policy == Policy::KvAware && route.endpoint != Endpoint::Forward {
-        let view = service.view();
-        let (_, pool) = pool_of(&view.fleet, &route)?;
-        route.prompts = prompts::hash(service, &route.endpoint, &view.fleet, pool, &request.body).await;
+    if let Some(endpoint) = pair {
+        return Ok(Served::ByAPair(endpoint, route, request, outline));
     }
+    drop(outline);
     let mut tried: Vec<Name> = Vec::new();
     loop {
         let (picked, may_retry) = match next_worker(service, &route, &tried)? {
@@ -205,42 +234,6 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
     }
 }
 
-/// The model that a request names, empty for none, and the samples that it asks for.
-fn requested(endpoint: &Endpoint, request: &Request) -> Result<(String, u32), ApiError> {
-    if *endpoint == Endpoint::Forward {
-        return Ok((forwarded_model(request), 1));
-    }
-    let fields = RoutingFields::parse(&request.body).map_err(|error| ApiError::BadRequest(error.to_string()))?;
-    // A Responses request has one sample: `n` means nothing there.
-    let samples = if *endpoint == Endpoint::Responses { 1 } else { fields.samples.count() };
-    Ok((fields.model.map(|model| model.into_owned()).unwrap_or_default(), samples))
-}
-
-/// Paths that the router does not know: the model is where the body's form has it, else in the query. A body
-/// that cannot be read is the worker's to refuse.
-fn forwarded_model(request: &Request) -> String {
-    let content_type = request.head.get("content-type").unwrap_or_default();
-    let in_body = if content_type.starts_with(b"multipart/form-data") {
-        multipart_model(&request.body)
-    } else {
-        RoutingFields::parse(&request.body).ok().and_then(|fields| fields.model.map(|model| model.into_owned()))
-    };
-    in_body.or_else(|| api::query_parameter(&request.target, "model")).unwrap_or_default()
-}
-
-/// Longest model name looked for in a multipart form, bytes.
-const FORM_MODEL_BYTES_MAX: usize = 512;
-
-/// Value of the form field `model`: what stands between the blank line after its part's head and the next
-/// line end (RFC 7578).
-fn multipart_model(body: &[u8]) -> Option<String> {
-    let name = memchr::memmem::find(body, b"name=\"model\"")?;
-    let after_name = &body[name..];
-    let value = &after_name[memchr::memmem::find(after_name, b"\r\n\r\n")? + 4..];
-    let end = memchr::memmem::find(&value[..value.len().min(FORM_MODEL_BYTES_MAX)], b"\r\n")?;
-    std::str::from_utf8(&value[..end]).ok().map(str::to_owned)
-}
-
 async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
     let rank = picked.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank)));
@@ -274,6 +267,7 @@ async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Resp
     match responder.relay(response, as_it_came(is_stream, &mut observer)).await {
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
+                picked.completed();
                 count((&picked.handles, &picked.handles), received, &observer);
             }
             Outcome::from(status)
@@ -294,23 +288,5 @@ fn worker_error(picked: &Picked, error: &UpstreamError) -> ApiError {
             ApiError::WorkerTimeout { reason }
         }
         _ => ApiError::WorkerFailed { reason },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::multipart_model;
-
-    #[test]
-    fn the_model_of_a_multipart_form() {
-        let form = |field: &str| {
-            format!(
-                "--x\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a\"\r\n\r\nRIFF\r\n--x\r\n{field}--x--\r\n"
-            )
-        };
-        let model = form("Content-Disposition: form-data; name=\"model\"\r\n\r\nwhisper-1\r\n");
-        assert_eq!(multipart_model(model.as_bytes()).as_deref(), Some("whisper-1"));
-        assert_eq!(multipart_model(form("").as_bytes()), None);
-        assert_eq!(multipart_model(b"name=\"model\"\r\n\r\nunfinished"), None);
     }
 }

@@ -9,10 +9,11 @@ use std::task::Poll;
 use std::time::Instant;
 
 use bytes::Bytes;
-use infera_shards::{Responder, SendProgress, UpstreamError, UpstreamErrorKind, UpstreamResponse, spawn_local, time};
+use infera_shards::{Responder, UpstreamError, UpstreamErrorKind, UpstreamResponse};
 use tracing::{debug, warn};
 
 use super::cleanup::{self, LegCall, PairGuard};
+use super::held::{Held, PrefillLeg};
 use super::metrics::Outcome;
 use super::pair::PickedPair;
 use super::pick::Picked;
@@ -22,7 +23,7 @@ use super::shared::PrefillRelease;
 use crate::api::ApiError;
 use crate::limits;
 use crate::load::Booking;
-use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Protocol, Schedule, Sequences};
+use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Schedule, Sequences};
 use crate::worker::{Name, Role};
 
 /// One request, held until nothing can be tried again.
@@ -45,7 +46,7 @@ pub(super) enum Ending {
 }
 
 /// A failed leg, in words that name it.
-struct LegFailure {
+pub(super) struct LegFailure {
     role: Role,
     worker: Name,
     reason: String,
@@ -69,14 +70,14 @@ impl LegFailure {
 }
 
 /// How a prefill leg ended.
-enum PrefillEnd {
+pub(super) enum PrefillEnd {
     Done(Bytes),
     /// A 4xx: the client's fault, and the client's to read.
     Refused(UpstreamResponse),
     Failed(LegFailure),
 }
 
-type PrefillFuture = Pin<Box<dyn Future<Output = PrefillEnd>>>;
+pub(super) type PrefillFuture = Pin<Box<dyn Future<Output = PrefillEnd>>>;
 type DecodeFuture = Pin<Box<dyn Future<Output = Result<UpstreamResponse, UpstreamError>>>>;
 
 /// Everything of one attempt but the client.
@@ -104,6 +105,9 @@ impl Attempt<'_> {
     fn answered(&self, answer: &Answer) {
         if !answer.is_whole && answer.outcome == Outcome::Error {
             self.pair.decode.failed();
+        }
+        if answer.is_whole {
+            self.pair.prefill.completed();
         }
     }
 
@@ -228,6 +232,9 @@ async fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> PrefillE
             PrefillEnd::Failed(LegFailure { role: Role::Prefill, worker, reason, phase: "status", is_timeout: false })
         }
     };
+    if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
+        booking.note_complete();
+    }
     drop(booking);
     end
 }
@@ -245,33 +252,38 @@ async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: 
     let prefill_call = attempt.call(Role::Prefill, held_job, prefill_leg);
     let decode_call = attempt.call(Role::Decode, held_job, decode_leg);
     let decode_progress = decode_call.progress.clone();
-    let mut prefill: Option<PrefillFuture> = Some(Box::pin(prefill_to_its_end(prefill_call, booking)));
+    let progress = prefill_call.progress.clone();
+    let mut prefill =
+        PrefillLeg::new(&attempt, held_job, progress, Box::pin(prefill_to_its_end(prefill_call, booking)));
+    prefill.awaited_by(decode_progress.clone());
     let mut decode: DecodeFuture = Box::pin(decode_call.send_and_begin());
 
     let response = loop {
-        match next_event(&mut prefill, &mut decode).await {
-            Event::Prefill(PrefillEnd::Done(_)) => {}
+        match next_event(&mut prefill.future, &mut decode).await {
+            Event::Prefill(PrefillEnd::Done(_)) => prefill.answered(None),
             Event::Prefill(PrefillEnd::Refused(refusal)) => {
+                prefill.disarm();
                 drop(decode);
                 attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
                 return Ending::Answered(relay_refusal(refusal, responder).await);
             }
             Event::Prefill(PrefillEnd::Failed(failure)) => {
+                prefill.disarm();
                 drop(decode);
                 return attempt.failed(failure, None);
             }
             Event::Decode(Ok(response)) if response.status.is_success() => break response,
             Event::Decode(outcome) => {
-                let is_held = prefill.is_none();
+                let held = prefill.take_held();
                 // Dropped before the client is answered: the prefill leg is to end at once.
                 drop(prefill);
-                let held = is_held.then(|| Held::new(&attempt, job, None)).flatten();
                 return decode_failed(&attempt, outcome, held, decode_progress.is_delivered(), responder).await;
             }
         }
     };
     // No replay from here on.
     drop(job.take());
+    let mut prefill = prefill.into_running();
     attempt.served();
     let answering = attempt.answering(received, Some(&guard));
     let answer = relay_decode(response, responder, answering, |context| {
@@ -335,92 +347,6 @@ async fn decode_failed(
     }
 }
 
-/// KV on a prefill worker whose decode request did not come through: what is needed to free it.
-pub(super) struct Held {
-    request: Rc<infera_shards::Request>,
-    leg: Leg,
-    protocol: Protocol,
-    prefill_worker: Name,
-}
-
-impl Held {
-    /// Nothing for a protocol whose legs are ended by abort calls.
-    fn new(attempt: &Attempt<'_>, job: &Option<Job>, handoff: Option<&Handoff>) -> Option<Self> {
-        let pair = attempt.pair.peers.pair();
-        let job = job.as_ref().filter(|_| !pair.protocol().has_abort_call())?;
-        Some(Self {
-            request: job.request.clone(),
-            leg: pd::release_leg(&pair, job.endpoint, &job.members, &attempt.ids, handoff),
-            protocol: pair.protocol(),
-            prefill_worker: attempt.pair.prefill.worker.id.clone(),
-        })
-    }
-
-    /// Sends the short request through the attempt's decode worker.
-    pub fn release_through(self, attempt: &Attempt<'_>) {
-        let shared = &attempt.service.shared;
-        if attempt.pair.peers.pair().protocol() != self.protocol {
-            return cleanup::stranded(shared, &self.prefill_worker);
-        }
-        let picked = &attempt.pair.decode;
-        cleanup::release(
-            shared,
-            LegCall {
-                upstream: attempt.service.context.upstream.clone(),
-                worker: picked.worker.clone(),
-                address: picked.address,
-                rank: picked.rank,
-                request: self.request,
-                request_id: self.leg.request_id,
-                body: self.leg.body,
-                is_read_here: true,
-                progress: Rc::default(),
-            },
-        );
-    }
-
-    pub fn count_stranded(self, service: &RouterService) {
-        cleanup::stranded(&service.shared, &self.prefill_worker);
-    }
-}
-
-/// A serial prefill leg under way, or KV that it left. Dropped with the request it ends the leg in a way that tells
-/// whether KV was left, and frees that.
-struct SerialPrefill {
-    future: Option<PrefillFuture>,
-    progress: Rc<SendProgress>,
-    on_drop: Option<Box<dyn FnOnce(Option<PrefillFuture>)>>,
-}
-
-impl SerialPrefill {
-    async fn end(&mut self) -> PrefillEnd {
-        let end = poll_fn(|context| match &mut self.future {
-            Some(future) => future.as_mut().poll(context),
-            None => Poll::Pending,
-        })
-        .await;
-        self.future = None;
-        end
-    }
-
-    fn disarm(&mut self) {
-        self.on_drop = None;
-    }
-}
-
-impl Drop for SerialPrefill {
-    fn drop(&mut self) {
-        let Some(on_drop) = self.on_drop.take() else { return };
-        // An undelivered request dies with its connection. A delivered one is told that its client left; an answer
-        // that was already on its way is still read.
-        let future = self.future.take().filter(|_| self.progress.is_delivered());
-        if future.is_some() {
-            self.progress.close_sending();
-        }
-        on_drop(future);
-    }
-}
-
 /// Prefill first; its answer says where decode finds the KV.
 async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
     let Some(held_job) = job.as_ref() else { return Ending::Failed(ApiError::Internal) };
@@ -428,11 +354,8 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
     let leg = pd::prefill_leg(&attempt.pair.peers.pair(), held_job.endpoint, &held_job.members, &attempt.ids);
     let booking = attempt.booking_of_the_leg();
     let call = attempt.call(Role::Prefill, held_job, leg);
-    let mut prefill = SerialPrefill {
-        progress: call.progress.clone(),
-        future: Some(Box::pin(prefill_to_its_end(call, booking))),
-        on_drop: Some(free_what_an_abandoned_prefill_left(&attempt, held_job)),
-    };
+    let progress = call.progress.clone();
+    let mut prefill = PrefillLeg::new(&attempt, held_job, progress, Box::pin(prefill_to_its_end(call, booking)));
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => answer,
         PrefillEnd::Refused(refusal) => {
@@ -456,11 +379,6 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
                 .failed(LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false }, None);
         }
     };
-    if handoff.is_none() {
-        attempt.service.shared.metrics.pairs.prefills_without_handoff_total.inc();
-        prefill.disarm();
-    }
-    let held = Held::new(&attempt, job, handoff.as_ref()).filter(|_| handoff.is_some());
     let leg = pd::decode_leg(
         &attempt.pair.peers.pair(),
         held_job.endpoint,
@@ -468,12 +386,18 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
         &attempt.ids,
         handoff.as_ref(),
     );
+    match handoff {
+        Some(handoff) => prefill.answered(Some(handoff)),
+        None => {
+            attempt.service.shared.metrics.pairs.prefills_without_handoff_total.inc();
+            prefill.disarm();
+        }
+    }
     let call = attempt.call(Role::Decode, held_job, leg);
-    let mut waiting = HeldWhileSending { held, attempt: &attempt, progress: call.progress.clone() };
-    prefill.disarm();
+    let progress = call.progress.clone();
+    prefill.awaited_by(progress.clone());
     let outcome = call.send_and_begin().await;
-    let (held, is_delivered) = (waiting.held.take(), waiting.progress.is_delivered());
-    drop(waiting);
+    let (held, is_delivered) = (prefill.take_held(), progress.is_delivered());
     match outcome {
         Ok(response) if response.status.is_success() => {
             drop((held, job.take()));
@@ -484,57 +408,4 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
         }
         outcome => decode_failed(&attempt, outcome, held, is_delivered, responder).await,
     }
-}
-
-/// KV between the legs: a client that leaves before the decode request was delivered leaves it to nobody.
-struct HeldWhileSending<'a> {
-    held: Option<Held>,
-    attempt: &'a Attempt<'a>,
-    progress: Rc<SendProgress>,
-}
-
-impl Drop for HeldWhileSending<'_> {
-    fn drop(&mut self) {
-        if let Some(held) = self.held.take()
-            && !self.progress.is_delivered()
-        {
-            held.release_through(self.attempt);
-        }
-    }
-}
-
-/// For a client that leaves during the prefill leg: reads an answer that is already on its way, and frees the KV that
-/// it names through the decode worker.
-fn free_what_an_abandoned_prefill_left(attempt: &Attempt<'_>, job: &Job) -> Box<dyn FnOnce(Option<PrefillFuture>)> {
-    let service = attempt.service;
-    let (shared, upstream) = (service.shared.clone(), service.context.upstream.clone());
-    let (ids, endpoint, request) = (attempt.ids.clone(), job.endpoint, job.request.clone());
-    let pair = attempt.pair.peers.clone();
-    let decode = (attempt.pair.decode.worker.clone(), attempt.pair.decode.address, attempt.pair.decode.rank);
-    Box::new(move |future| {
-        let Some(future) = future else { return };
-        spawn_local(async move {
-            let ended = time::timeout(limits::ABORT_DEADLINE, future).await;
-            let Some(PrefillEnd::Done(answer)) = ended else { return };
-            let pair = pair.pair();
-            let Ok(Some(handoff)) = Handoff::of(pair.protocol(), &answer) else { return };
-            let Ok(members) = Members::scan(&request.body) else { return };
-            let leg = pd::release_leg(&pair, endpoint, &members, &ids, Some(&handoff));
-            let (worker, address, rank) = decode;
-            cleanup::release(
-                &shared,
-                LegCall {
-                    upstream,
-                    worker,
-                    address,
-                    rank,
-                    request,
-                    request_id: leg.request_id,
-                    body: leg.body,
-                    is_read_here: true,
-                    progress: Rc::default(),
-                },
-            );
-        });
-    })
 }

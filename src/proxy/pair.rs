@@ -77,6 +77,11 @@ impl PairPeers {
     pub fn pair(&self) -> Pair<'_> {
         Pair { prefill: &self.prefill, decode: &self.decode, prefill_rank: self.prefill_rank }
     }
+
+    /// This pair's prefill side with another one's decode side; they may speak different protocols.
+    pub fn with_decode_of<'a>(&'a self, other: &'a PairPeers) -> Pair<'a> {
+        Pair { decode: &other.decode, ..self.pair() }
+    }
 }
 
 impl PickedPair {

@@ -7,13 +7,15 @@ use std::sync::Arc;
 
 use tracing::{Level, debug, enabled, info};
 
+use super::parity;
 use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
+use super::queries::Queries;
 use super::service::{Handles, RouterService, Scratch};
 use super::steering::{SessionName, Turn};
 use crate::decode_demand::{self, DecodeCandidate, DecodeDemand, Input, Reservation, Selection};
 use crate::fleet::{Fleet, RecordId, Target, Worker};
 use crate::hash::BlockHash;
-use crate::index::{Hits, View};
+use crate::index::View;
 use crate::load::Booking;
 use crate::route::affinity::Lease;
 use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy, RecentLoad};
@@ -36,6 +38,13 @@ impl Picked {
     pub fn served(&self) {
         if let Some(session) = &self.session {
             session.served();
+        }
+    }
+
+    /// The worker has answered the request to its end.
+    pub fn completed(&self) {
+        if let Some(booking) = &self.booking {
+            booking.note_complete();
         }
     }
 
@@ -67,7 +76,7 @@ pub(super) struct Wish<'a> {
 pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Option<Picked> {
     let shared = &service.shared;
     let mut scratch = service.scratch.borrow_mut();
-    let Scratch { hits, any_hits, candidates, indexes } = &mut *scratch;
+    let Scratch { queries, candidates, indexes } = &mut *scratch;
     indexes.clear();
     indexes.extend(route::untried(&view.fleet, wish.pool, wish.tried));
     if indexes.is_empty() {
@@ -96,7 +105,7 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Opt
         info!(policy = "round-robin", role = wish.role.as_str(), picked = &*target.route_key, "pick");
         return Charge { session: lease, ..Charge::of(Arc::new([])) }.on(service, target);
     }
-    fill(service, view, wish, indexes, (hits, any_hits), candidates);
+    fill(service, view, wish, indexes, queries, candidates);
     kv_aware(service, view, wish, candidates, &session)
 }
 
@@ -106,7 +115,7 @@ fn fill(
     view: &View,
     wish: &Wish<'_>,
     indexes: &[u32],
-    (hits, any_hits): (&mut Hits, &mut Hits),
+    queries: &mut Queries,
     candidates: &mut Vec<Candidate>,
 ) {
     let steering = &service.shared.steering;
@@ -118,28 +127,22 @@ fn fill(
     let pick_number = steering.picks.current();
     candidates.clear();
     let host_weight = service.shared.settings.host_tier_weight;
-    let mut queried: Option<*const BlockHash> = None;
+    queries.begin();
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
         // Beside an image the text's blocks say nothing: the placeholder is the same whatever the image.
         let blocks = wish.prompts.blocks_for(target).filter(|_| !facts.is_multimodal);
-        // Targets with the same rules and block size share one query.
-        if let Some(blocks) = blocks
-            && queried != Some(blocks.as_ptr())
-        {
-            view.index.query(blocks, hits);
-            if host_weight > 0.0 {
-                view.index.query_any(blocks, any_hits);
-            }
-            queried = Some(blocks.as_ptr());
-        }
+        let reusable = blocks.and_then(|_| wish.prompts.reusable_for(target));
         let (request_blocks, cache_hits, block_tokens) = if facts.is_multimodal {
             let held = if images.is_empty() { 0 } else { steering.images.held(target.id, images) };
             (IMAGE_BLOCKS * images.len() as u32, IMAGE_BLOCKS * held, DEFAULT_BLOCK_TOKENS)
         } else {
             (
                 blocks.map_or(0, |blocks| blocks.len() as u32),
-                blocks.map_or(0, |_| view.credit(target.slot, hits, any_hits, host_weight)),
+                reusable.map_or(0, |blocks| {
+                    let hits = queries.of(view, blocks, host_weight > 0.0);
+                    view.credit(target.slot, &hits.device, &hits.any, host_weight)
+                }),
                 target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
             )
         };
@@ -218,6 +221,7 @@ fn kv_aware(
         "pick"
     );
     let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
+    parity::watch(shared, wish, target, &blocks);
     Charge { blocks, reservation, session: lease }.on(service, target)
 }
 

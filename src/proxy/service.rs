@@ -14,9 +14,10 @@ use serde_json::json;
 use super::exchange;
 use super::metrics::TargetHandles;
 use super::peers::Peers;
+use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
 use crate::api::{self, ApiError, Endpoint};
-use crate::index::{Hits, View};
+use crate::index::View;
 use crate::route::{Candidate, RoundRobin};
 
 /// One shard's half of the router.
@@ -33,19 +34,13 @@ pub struct RouterService {
 /// Reused by every pick of the shard; borrowed between two awaits only.
 #[derive(Default)]
 pub(super) struct Scratch {
-    pub hits: Hits,
-    /// Depths in any memory; asked for only where host memory has a weight.
-    pub any_hits: Hits,
+    pub queries: Queries,
     pub candidates: Vec<Candidate>,
     pub indexes: Vec<u32>,
 }
 
 impl RouterService {
     pub fn new(shared: Arc<Shared>, context: ShardContext) -> Self {
-        // Short prompts are encoded on the shard itself, and its first one must not stop the relays.
-        if let Some(prompter) = &shared.prompter {
-            prompter.warm_up();
-        }
         Self {
             view: RefCell::new(Cache::new(shared.view.clone())),
             round_robin: RefCell::new(RoundRobin::new(context.shard)),

@@ -1,4 +1,4 @@
-//! What a body says of its images and of the caching it wants, in one pass that builds nothing for the rest.
+//! What a body says of its images and of the caching it wants, collected while its outline is read.
 //! Text is skipped, an image's reference is hashed where it lies, and nothing is ever refused.
 //!
 //! Shapes: OpenAI content parts, OpenAI Responses input items, Anthropic blocks (nested in tool results too),
@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use super::hints::{Found, Retention};
 use super::images::ImageKey;
 use crate::limits::IMAGES_PER_REQUEST_MAX;
-use crate::prompt::json::{JsonResult, Reader};
+use crate::prompt::json::{JsonResult, Values};
 
 /// What routing makes of a body beyond its text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -19,33 +19,13 @@ pub struct BodyFacts {
     /// Keys of what the request refers to, in the order messages, system, images; repetitions included.
     pub images: Vec<ImageKey>,
     pub retention: Retention,
+    /// Entries of `messages`.
+    pub messages: usize,
 }
 
-impl BodyFacts {
-    /// Reads a whole body. One that is not JSON has no facts: others tell the client.
-    pub fn read(body: &[u8]) -> Self {
-        let Ok(text) = std::str::from_utf8(body) else { return Self::default() };
-        let mut scan = Scan::default();
-        let mut reader = Reader::new(text);
-        if reader.peek() != Some(b'{') {
-            return Self::default();
-        }
-        match reader.object(|reader, key| scan.member(reader, &key)) {
-            Ok(()) => scan.facts(),
-            Err(_) => Self::default(),
-        }
-    }
-}
-
-/// One source of media; a repeated member replaces its earlier value.
+/// Collects the facts while a body is read.
 #[derive(Default)]
-struct Media {
-    is_there: bool,
-    keys: Vec<ImageKey>,
-}
-
-#[derive(Default)]
-struct Scan {
+pub struct FactsScan {
     messages: Media,
     input: Media,
     system: Media,
@@ -54,12 +34,22 @@ struct Scan {
     hints: Found,
 }
 
+/// One source of media; a repeated member replaces its earlier value.
+#[derive(Default)]
+struct Media {
+    is_there: bool,
+    keys: Vec<ImageKey>,
+    /// Objects in the list.
+    entries: usize,
+}
+
 const SYSTEM: usize = 0;
 const TOOLS: usize = 1;
 const MESSAGES: usize = 2;
 
-impl Scan {
-    fn member(&mut self, reader: &mut Reader<'_>, key: &str) -> JsonResult<()> {
+impl FactsScan {
+    /// Reads the top-level member `key`, whose value the reader is at, and consumes it.
+    pub fn member<'a>(&mut self, reader: &mut impl Values<'a>, key: &str) -> JsonResult<()> {
         match key {
             "messages" => (self.messages, self.hints.marks[MESSAGES]) = parts(reader)?,
             "input" => (self.input, _) = parts(reader)?,
@@ -80,23 +70,26 @@ impl Scan {
         Ok(())
     }
 
-    fn facts(self) -> BodyFacts {
+    /// What the members read so far say.
+    pub fn facts(self) -> BodyFacts {
+        let messages = self.messages.entries;
         let sources = [self.messages, self.input, self.system, self.images];
         let is_multimodal = self.has_audio || sources.iter().any(|source| source.is_there);
         let images = sources.into_iter().flat_map(|source| source.keys).take(IMAGES_PER_REQUEST_MAX).collect();
-        BodyFacts { is_multimodal, images, retention: self.hints.retention() }
+        BodyFacts { is_multimodal, images, retention: self.hints.retention(), messages }
     }
 }
 
 /// A list of messages, input items or parts, or one value of any other kind. Gives the media in it, those
 /// inside a `content` included, and its strongest mark.
-fn parts(reader: &mut Reader<'_>) -> JsonResult<(Media, Retention)> {
+fn parts<'a>(reader: &mut impl Values<'a>) -> JsonResult<(Media, Retention)> {
     let (mut media, mut mark) = (Media::default(), Retention::Unsaid);
     if reader.peek() == Some(b'[') {
         reader.array(|reader| {
             if reader.peek() != Some(b'{') {
                 return reader.skip();
             }
+            media.entries += 1;
             let mut part = Part::default();
             reader.object(|reader, key| part.member(reader, &key))?;
             part.add_to(&mut media, &mut mark);
@@ -132,7 +125,7 @@ struct Part {
 }
 
 impl Part {
-    fn member(&mut self, reader: &mut Reader<'_>, key: &str) -> JsonResult<()> {
+    fn member<'a>(&mut self, reader: &mut impl Values<'a>, key: &str) -> JsonResult<()> {
         match key {
             "type" => {
                 self.kind = match string(reader)?.as_deref() {
@@ -157,12 +150,12 @@ impl Part {
         Ok(())
     }
 
-    fn media_member(&mut self, reader: &mut Reader<'_>, rank: u8) -> JsonResult<()> {
+    fn media_member<'a>(&mut self, reader: &mut impl Values<'a>, rank: u8) -> JsonResult<()> {
         self.has_media_member |= reader.peek() != Some(b'n');
         self.refer(reader, rank)
     }
 
-    fn refer(&mut self, reader: &mut Reader<'_>, rank: u8) -> JsonResult<()> {
+    fn refer<'a>(&mut self, reader: &mut impl Values<'a>, rank: u8) -> JsonResult<()> {
         if let Some(key) = reference(reader)?
             && self.reference.is_none_or(|(best, _)| rank < best)
         {
@@ -185,7 +178,7 @@ impl Part {
 }
 
 /// The key of a reference: the string itself, or the member of an object that names the content best.
-fn reference(reader: &mut Reader<'_>) -> JsonResult<Option<ImageKey>> {
+fn reference<'a>(reader: &mut impl Values<'a>) -> JsonResult<Option<ImageKey>> {
     match reader.peek() {
         Some(b'"') => Ok(ImageKey::of_reference(&reader.string()?)),
         Some(b'{') => {
@@ -214,7 +207,7 @@ fn reference(reader: &mut Reader<'_>) -> JsonResult<Option<ImageKey>> {
 }
 
 /// A top-level list of images: strings, or objects as in a part.
-fn references(reader: &mut Reader<'_>) -> JsonResult<Media> {
+fn references<'a>(reader: &mut impl Values<'a>) -> JsonResult<Media> {
     let mut media = Media::default();
     if reader.peek() != Some(b'[') {
         reader.skip()?;
@@ -237,7 +230,7 @@ fn references(reader: &mut Reader<'_>) -> JsonResult<Media> {
     Ok(media)
 }
 
-fn mark(reader: &mut Reader<'_>) -> JsonResult<Retention> {
+fn mark<'a>(reader: &mut impl Values<'a>) -> JsonResult<Retention> {
     if reader.peek() != Some(b'{') {
         reader.skip()?;
         return Ok(Retention::Unsaid);
@@ -262,12 +255,12 @@ fn mark(reader: &mut Reader<'_>) -> JsonResult<Retention> {
 }
 
 /// The value where it is a string.
-fn string<'a>(reader: &mut Reader<'a>) -> JsonResult<Option<Cow<'a, str>>> {
+fn string<'a>(reader: &mut impl Values<'a>) -> JsonResult<Option<Cow<'a, str>>> {
     if reader.peek() == Some(b'"') { reader.string().map(Some) } else { reader.skip().map(|()| None) }
 }
 
 /// An object, or a list that is not empty.
-fn holds_something(reader: &mut Reader<'_>) -> JsonResult<bool> {
+fn holds_something<'a>(reader: &mut impl Values<'a>) -> JsonResult<bool> {
     match reader.peek() {
         Some(b'{') => reader.skip().map(|()| true),
         Some(b'[') => {

@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn costs_are_monotone_in_load_and_in_cache() {
+    fn b30_costs_are_monotone_in_load_and_in_cache() {
         for active in 0..40 {
             for hits in 0..10 {
                 let here = cost(1.5, &candidate(0, hits, active));

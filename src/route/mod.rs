@@ -11,7 +11,7 @@ mod recent;
 mod round_robin;
 
 pub use candidates::{Topology, TopologyError, by_load, topology, untried};
-pub use facts::BodyFacts;
+pub use facts::{BodyFacts, FactsScan};
 pub use hints::Retention;
 pub use images::{IMAGE_BLOCKS, ImageKey, ImageLru, ImageTable};
 pub use kv_aware::{Candidate, Choice, cost, pick};

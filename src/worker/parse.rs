@@ -72,6 +72,7 @@ impl WorkerRecord {
         record.disagg_meta = members.shift_remove("disagg_meta").filter(|meta| !meta.is_null());
         record.kv_events_endpoint = events_endpoint(members, "kv_events_endpoint", &mut notes)?;
         record.kv_replay_endpoint = events_endpoint(members, "kv_replay_endpoint", &mut notes)?;
+        record.default_chat_template_kwargs = template_arguments(members, &mut notes);
         record.kv_block_size = block_size(members, &mut notes)?;
         record.dp_size = dp_size(members, &mut notes)?;
         record.dp_rank = dp_rank(members)?;
@@ -157,6 +158,19 @@ fn events_endpoint(
         Err(error) => {
             notes.push(format!("`{name}` ignored: {error}"));
             Ok(None)
+        }
+    }
+}
+
+/// Arguments that cannot be used cost a template variant, not the worker.
+fn template_arguments(members: &mut Map<String, Value>, notes: &mut Vec<String>) -> Option<Map<String, Value>> {
+    const NAME: &str = "default_chat_template_kwargs";
+    match members.shift_remove(NAME) {
+        None | Some(Value::Null) => None,
+        Some(Value::Object(arguments)) => Some(arguments),
+        Some(other) => {
+            notes.push(format!("`{NAME}` ignored: it is {}, expected an object", kind(&other)));
+            None
         }
     }
 }

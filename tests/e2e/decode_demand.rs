@@ -37,6 +37,10 @@ fn write_workers(path: &Path, records: &[Value]) {
 
 impl Pair {
     fn start(decode: usize, arguments: &[&str]) -> Self {
+        Self::start_with(decode, arguments, record)
+    }
+
+    fn start_with(decode: usize, arguments: &[&str], record: fn(&Worker, &str) -> Value) -> Self {
         let open = Arc::new(AtomicBool::new(false));
         let prefill = json_worker("{}");
         let decode: Vec<Worker> = (0..decode)
@@ -156,6 +160,9 @@ fn on_takes_the_target_with_the_least_input_in_flight() {
     let (fourth, d) = pair.send("", &with(prompt(4, 16), json!({"n": "many"})));
     assert_eq!((fourth, pair.tokens()[second]), (second, Some(112.0)), "an invalid n counts as one");
     assert_eq!(pair.decisions("on", "exact"), 4.0);
+    // The target keeps its ordinary load beside.
+    assert_eq!(pair.gauge("infera_router_inflight_requests", first), Some(1.0));
+    wait_until("its blocks are counted", || pair.gauge("infera_router_active_blocks", first) == Some(20.0));
     pair.finish(vec![a, b, c, d]);
 }
 
@@ -287,4 +294,59 @@ fn a_prefill_guard_that_is_released_early_leaves_the_decode_reservation() {
     wait_until("prefill's load is released", || pair.router.metric(&prefill).unwrap_or(0.0) == 0.0);
     assert_eq!((pair.tokens()[0], pair.requests()[0]), (Some(160.0), Some(1.0)));
     pair.finish(vec![connection]);
+}
+
+#[test]
+fn affinity_of_prefill_alone_leaves_every_decode_pick_to_demand() {
+    let pair = Pair::start(2, &["--decode-input-demand", "on", "--session-affinity", "prefill"]);
+    let session = "X-Dynamo-Session-ID: s\r\n";
+    let turns: Vec<(usize, Connection)> = (0..4).map(|turn| pair.send(session, &prompt(turn, 1000))).collect();
+    let on_first = turns.iter().filter(|(target, _)| *target == 0).count();
+    assert_eq!((on_first, pair.decisions("on", "exact")), (2, 4.0));
+    pair.finish(turns.into_iter().map(|(_, connection)| connection).collect());
+}
+
+#[test]
+fn a_decode_leg_that_fails_gives_its_reservation_up() {
+    let prefill = json_worker("{}");
+    let failing = [500, 400].map(|status| worker(move |_, conversation| conversation.json(status, "{}")));
+    for decode in &failing {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("workers.json");
+        write_workers(&path, &[record(decode, "decode"), record(&prefill, "prefill")]);
+        let arguments = ["--workers-file", path.to_str().unwrap(), "--decode-input-demand", "on"];
+        let router = router().args(&arguments).ready();
+        wait_until("both are known", || router.metric("infera_router_active_workers") == Some(2.0));
+        for number in 0..5 {
+            assert!(router.post(PATH, &prompt(number, 100).to_string()).status >= 400);
+        }
+        router.wait_for_rest();
+        assert_eq!(router.metric_sum("infera_router_decode_demand_requests"), 0.0);
+        assert_eq!(router.metric_sum("infera_router_decode_demand_tokens"), 0.0);
+        assert_eq!(router.metric_sum("infera_router_decode_demand_decisions_total"), 5.0);
+    }
+}
+
+#[test]
+fn mixed_picks_are_no_decisions_and_decode_needs_no_block_size() {
+    let mixed = [json_worker("{}"), json_worker("{}")];
+    let start = router().args(&["--decode-input-demand", "on"]);
+    let router = mixed.iter().fold(start, |start, worker| start.worker(worker.address)).ready();
+    for number in 0..6 {
+        assert_eq!(router.post(PATH, &prompt(number, 100 * (1 + number % 2)).to_string()).status, 200);
+    }
+    assert!(mixed.iter().all(|worker| worker.requests() >= 2), "mixed picks go by load as ever");
+    assert_eq!(router.metric_sum("infera_router_decode_demand_decisions_total"), 0.0);
+
+    let without_block_size = |worker: &Worker, role: &str| {
+        let mut record = record(worker, role);
+        record.as_object_mut().unwrap().remove("kv_block_size");
+        record
+    };
+    let pair = Pair::start_with(2, &["--decode-input-demand", "on"], without_block_size);
+    let (first, long) = pair.send("", &prompt(1, 500));
+    let (second, short) = pair.send("", &prompt(2, 50));
+    assert_ne!(first, second);
+    assert_eq!((pair.tokens()[first], pair.tokens()[second]), (Some(500.0), Some(50.0)));
+    pair.finish(vec![long, short]);
 }

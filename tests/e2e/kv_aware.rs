@@ -107,6 +107,36 @@ fn the_second_request_with_a_long_prefix_goes_where_the_prefix_is_and_stores_not
     }
 }
 
+/// One model on workers with blocks of 16 and of 64 tokens: each prompt is hashed in both sizes, and a repeat goes where it was.
+#[test]
+fn workers_with_different_block_sizes_serve_one_model() {
+    let tokenizer = tokenizer();
+    let sized = |block_size| {
+        let config =
+            EngineConfig { style: EngineStyle::Vllm, block_size, blocks_total: 4096, ..EngineConfig::default() };
+        Engine::start(config).unwrap()
+    };
+    let engines = [sized(16), sized(64)];
+    let start = engines.iter().fold(router(), |start, engine| start.engine(engine));
+    let router = start.args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, engines.len());
+    let prompts: Vec<String> = (0..6).map(|number| chat(&long_prefix(&format!("topic {number}")))).collect();
+    for prompt in &prompts {
+        assert_eq!(router.post("/v1/chat/completions", prompt).status, 200);
+    }
+    wait_for_mirror(&router, &engines);
+    let total = |engine: &EngineHandle| engine.state().totals();
+    let before: Vec<u64> = engines.iter().map(|engine| total(engine).cached_tokens).collect();
+    for prompt in prompts.iter().rev() {
+        let again = router.post("/v1/chat/completions", prompt).json();
+        assert!(cached_tokens(&again) + 64 >= again["usage"]["prompt_tokens"].as_u64().unwrap(), "{again}");
+    }
+    for (engine, before) in engines.iter().zip(before) {
+        assert!(total(engine).cached_tokens > before, "both have served repeats");
+    }
+    router.wait_for_rest();
+}
+
 /// `/v1/responses` with the same text as a chat before it: the engine makes the same prompt of both.
 #[test]
 fn a_responses_request_is_routed_by_its_own_prompt() {

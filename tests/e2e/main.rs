@@ -4,17 +4,24 @@
 
 #[path = "../support/etcd.rs"]
 mod etcd;
+#[path = "../kv_publisher/mod.rs"]
+mod kv_publisher;
 mod support;
 
 mod affinity;
+mod bookings;
 mod decode_demand;
 mod demo;
 mod discovery;
 mod failures;
 mod forwarding;
+mod images;
 mod kv_aware;
 mod leaving;
 mod lifecycle;
+mod memory;
 mod official_client;
+mod parity;
 mod pd;
+mod self_heal;
 mod surface;

@@ -3,11 +3,11 @@
 #![allow(clippy::unwrap_used)]
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use infera_router::fleet::{DiscoveredWorker, WorkerState};
+use infera_router::fleet::{DiscoveredWorker, Parity, WorkerState};
 use infera_router::hash::{BlockHash, prompt_blocks};
 use infera_router::index::{Hits, RankStatus, View};
 use infera_router::ingest::IngestHandle;
@@ -106,12 +106,14 @@ impl Publisher {
     }
 
     /// Waits until a subscription has arrived.
+    #[track_caller]
     pub fn subscribed(self) -> Self {
         self.wait_subscription(1);
         self
     }
 
     /// Waits for a subscription (1) or its end (0).
+    #[track_caller]
     pub fn wait_subscription(&self, kind: u8) {
         self.socket.set_rcvtimeo(PATIENCE.as_millis() as i32).unwrap();
         loop {
@@ -136,24 +138,34 @@ impl Publisher {
     }
 }
 
+/// Batches that a publisher can send again: sequence numbers and payloads, oldest first.
+pub type Buffer = Arc<Mutex<Vec<(u64, Vec<u8>)>>>;
+
 /// A replay socket as engines have it: a ROUTER that answers from its buffer and looks at requests only now and then.
 pub struct ReplayServer {
     pub endpoint: String,
+    asked: Arc<Mutex<Vec<u64>>>,
     stop: Arc<AtomicBool>,
-    thread: Option<std::thread::JoinHandle<Vec<u64>>>,
+    thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl ReplayServer {
     /// `buffer`: sequence numbers and payloads, oldest first. `with_topic`: the newer form of the answers.
     pub fn start(context: &zmq::Context, buffer: Vec<(u64, Vec<u8>)>, with_topic: bool) -> Self {
+        Self::start_on(context, Arc::new(Mutex::new(buffer)), with_topic)
+    }
+
+    /// The same on a buffer that the test goes on changing.
+    pub fn start_on(context: &zmq::Context, buffer: Buffer, with_topic: bool) -> Self {
         let socket = context.socket(zmq::ROUTER).unwrap();
         socket.set_linger(0).unwrap();
         socket.bind("tcp://127.0.0.1:*").unwrap();
         let endpoint = socket.get_last_endpoint().unwrap().unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let flag = stop.clone();
+        let asked: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let record = asked.clone();
         let thread = std::thread::spawn(move || {
-            let mut asked = Vec::new();
             while !flag.load(Ordering::Relaxed) {
                 if socket.poll(zmq::POLLIN, 20).unwrap() == 0 {
                     continue;
@@ -161,7 +173,6 @@ impl ReplayServer {
                 let request = socket.recv_multipart(0).unwrap();
                 assert_eq!((request.len(), request[1].len(), request[2].len()), (3, 0, 8), "{request:?}");
                 let start = u64::from_be_bytes(request[2].as_slice().try_into().unwrap());
-                asked.push(start);
                 let answer = |topic: &[u8], sequence: u64, payload: &[u8]| {
                     let mut frames: Vec<&[u8]> = vec![&request[0], b""];
                     if with_topic {
@@ -171,20 +182,27 @@ impl ReplayServer {
                     frames.extend([&sequence[..], payload]);
                     socket.send_multipart(&frames, 0).unwrap();
                 };
-                for (sequence, payload) in buffer.iter().filter(|(sequence, _)| *sequence >= start) {
+                let kept = buffer.lock().unwrap().clone();
+                for (sequence, payload) in kept.iter().filter(|(sequence, _)| *sequence >= start) {
                     answer(b"kv-events", *sequence, payload);
                 }
                 answer(b"", u64::MAX, b"");
+                record.lock().unwrap().push(start);
             }
-            asked
         });
-        Self { endpoint, stop, thread: Some(thread) }
+        Self { endpoint, asked, stop, thread: Some(thread) }
+    }
+
+    /// Waits until this many requests have been answered.
+    pub fn wait_answered(&self, count: usize) {
+        wait_until(&format!("{count} replays"), || self.asked.lock().unwrap().len() >= count);
     }
 
     /// Stops the server; the sequence numbers it was asked for.
     pub fn stop(mut self) -> Vec<u64> {
         self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().expect("not stopped before").join().unwrap()
+        self.thread.take().expect("not stopped before").join().unwrap();
+        self.asked.lock().unwrap().clone()
     }
 }
 
@@ -194,9 +212,15 @@ pub fn worker(id: &str, endpoint: Option<&str>) -> DiscoveredWorker {
         "kv_block_size": BLOCK_SIZE,
     }))
     .unwrap();
-    DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 9).into()), state: WorkerState::Active }
+    DiscoveredWorker {
+        record,
+        address: Some(([127, 0, 0, 1], 9).into()),
+        state: WorkerState::Active,
+        probed: Parity::Unknown,
+    }
 }
 
+#[track_caller]
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !condition() {
@@ -214,6 +238,7 @@ pub fn depth(ingest: &IngestHandle, route_key: &str, tokens: &[u32]) -> Option<u
     Some(hits.depth(target.slot))
 }
 
+#[track_caller]
 pub fn wait_depth(ingest: &IngestHandle, route_key: &str, tokens: &[u32], expected: u32) {
     wait_until(&format!("depth {expected} on {route_key}"), || depth(ingest, route_key, tokens) == Some(expected));
 }

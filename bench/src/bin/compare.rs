@@ -1,14 +1,14 @@
 //! `compare`: proxies side by side on one backend and one load. Owns the command line and the exit code.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use bench::harness::{Harness, Plan, scenarios};
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit};
 use bench::report::{Report, progress};
-use bench::rivals::{Kind, ROUTER, ROUTER_PAIR, Rival, YARDSTICK, find_tool};
+use bench::rivals::{Kind, ROUTER, ROUTER_PAIR, Rival, YARDSTICK, build_router, find_tool};
 use bench::scenario::Group;
 use clap::Parser;
 
@@ -121,23 +121,6 @@ fn rivals(arguments: &Arguments) -> Result<Vec<Rival>> {
         rivals.push(rival.clone());
     }
     Ok(rivals)
-}
-
-/// The release binary of this source tree, built by the same cargo, so that an old one is never measured.
-fn build_router() -> Result<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace root")?;
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
-        .args(["build", "--release", "--package", "infera-router", "--bin", "infera-router"])
-        .current_dir(root)
-        .status()
-        .context("cannot run cargo; name the router's binary with --router")?;
-    ensure!(status.success(), "the router does not build");
-    // This program lies in the same directory, whatever CARGO_TARGET_DIR says, unless it was copied elsewhere.
-    let beside = std::env::current_exe()?.with_file_name("infera-router");
-    let usual = root.join("target/release/infera-router");
-    let release = beside.parent().is_some_and(|directory| directory.ends_with("release"));
-    Ok(if release && beside.is_file() { beside } else { usual })
 }
 
 /// The harness holds both ends of each stream, the proxy both of its own.

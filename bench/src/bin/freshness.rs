@@ -195,7 +195,12 @@ fn worker(number: usize, endpoint: &str) -> Result<DiscoveredWorker> {
         "worker_id": id, "url": format!("http://{id}"), "model_name": "m", "kv_events_endpoint": endpoint,
         "kv_block_size": bench::kv_workload::BLOCK_TOKENS,
     }))?;
-    Ok(DiscoveredWorker { record, address: Some(([127, 0, 0, 1], 9).into()), state: WorkerState::Active })
+    Ok(DiscoveredWorker {
+        record,
+        address: Some(([127, 0, 0, 1], 9).into()),
+        state: WorkerState::Active,
+        probed: Default::default(),
+    })
 }
 
 /// Publishers on one thread, the reader on another, for the time wanted; the first second is not measured.

@@ -9,7 +9,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 
 use anyhow::Context;
@@ -273,7 +273,11 @@ fn run(arguments: &Arguments, requests: &[Request], sequential: bool, mode: (&'s
     }
 }
 
-#[allow(clippy::print_stdout)]
+/// A reader that has left, as `| head` does, is no reason to stop: the file is still to be written.
+fn say(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     let file = File::open(&arguments.trace).with_context(|| format!("cannot open {}", arguments.trace.display()))?;
@@ -283,11 +287,11 @@ fn main() -> anyhow::Result<()> {
     }
     anyhow::ensure!(!requests.is_empty(), "the trace is empty");
     let mut outcomes = Vec::new();
-    println!("arrivals     recent  hit rate  TTFT mean    p50     p99   max/mean requests  prefill");
+    say(format_args!("arrivals     recent  hit rate  TTFT mean    p50     p99   max/mean requests  prefill"));
     for sequential in [false, true] {
         for mode in MODES {
             let outcome = run(&arguments, &requests, sequential, mode);
-            println!(
+            say(format_args!(
                 "{:<12} {:<7} {:>7.3} {:>9.3} {:>8.3} {:>8.3} {:>14.2} {:>11.2}",
                 outcome.arrivals,
                 outcome.recent_load,
@@ -297,7 +301,7 @@ fn main() -> anyhow::Result<()> {
                 outcome.ttft_p99_s,
                 outcome.spread_requests,
                 outcome.spread_prefill
-            );
+            ));
             outcomes.push(outcome);
         }
     }

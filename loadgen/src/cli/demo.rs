@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context, Result};
 use clap::Args;
 use loadgen::demo::plot::{self, Curve};
-use loadgen::demo::{self, DemoConfig, PolicyRun, pair, report, router};
+use loadgen::demo::{self, DemoConfig, PolicyRun, images, pair, report, router};
 use loadgen::engine::disagg::PdProtocol;
 
 #[derive(Args)]
@@ -54,6 +54,9 @@ pub struct DemoArguments {
     /// How the prefill and decode engines of --pd find each other.
     #[arg(long, value_enum, default_value = "vllm-nixl", requires = "pd")]
     protocol: PdProtocol,
+    /// With --pd: rounds over the same images (--groups of them), under both policies; which prefill engine served which.
+    #[arg(long, requires = "pd")]
+    images: bool,
     /// Router binary; the one beside this program (built if cargo started it) if absent.
     #[arg(long)]
     router: Option<PathBuf>,
@@ -67,6 +70,7 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
     };
     let mut config = DemoConfig::new(binary);
     match arguments.pd {
+        Some(shape) if arguments.images => images::tuned(&mut config, shape),
         Some(shape) => pair::tuned(&mut config, shape),
         None => config.engines = arguments.engines.into(),
     }
@@ -81,6 +85,9 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
     config.blocks_total = arguments.blocks.unwrap_or(config.blocks_total);
     config.router_arguments = arguments.router_arguments;
     super::interrupt_sets(&config.interrupt)?;
+    if let Some(shape) = arguments.pd.filter(|_| arguments.images) {
+        return run_images(&config, shape, arguments.protocol, arguments.json.as_deref());
+    }
     if let Some(shape) = arguments.pd {
         return run_pair(&config, shape, arguments.protocol, arguments.json.as_deref());
     }
@@ -106,6 +113,18 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
     Ok(code)
 }
 
+fn run_images(
+    config: &DemoConfig,
+    shape: pair::PairShape,
+    protocol: PdProtocol,
+    json: Option<&std::path::Path>,
+) -> Result<ExitCode> {
+    let runs = images::run(config, shape, protocol, |line: &str| eprintln!("{line}"))?;
+    print!("\n{}", images::table(&runs));
+    let problems = runs.iter().flat_map(|run| run.problems.iter().map(|problem| format!("{}: {problem}", run.policy)));
+    finish(config, json, images::json(config, protocol, &runs), problems.collect())
+}
+
 fn run_pair(
     config: &DemoConfig,
     shape: pair::PairShape,
@@ -114,15 +133,24 @@ fn run_pair(
 ) -> Result<ExitCode> {
     let runs = pair::run(config, shape, protocol, |line: &str| eprintln!("{line}"))?;
     print!("\n{}", pair::table(&runs));
+    let problems = runs.iter().flat_map(|run| run.problems.iter().map(|problem| format!("{}: {problem}", run.name)));
+    finish(config, json, pair::json(config, protocol, &runs), problems.collect())
+}
+
+/// Writes the results and says how it went.
+fn finish(
+    config: &DemoConfig,
+    json: Option<&std::path::Path>,
+    results: serde_json::Value,
+    problems: Vec<String>,
+) -> Result<ExitCode> {
     if let Some(path) = json {
-        let text = serde_json::to_string_pretty(&pair::json(config, protocol, &runs))?;
+        let text = serde_json::to_string_pretty(&results)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
     if config.interrupt.load(Ordering::Relaxed) {
         return Ok(ExitCode::from(130));
     }
-    let problems: Vec<String> =
-        runs.iter().flat_map(|run| run.problems.iter().map(|problem| format!("{}: {problem}", run.name))).collect();
     problems.iter().for_each(|problem| eprintln!("PROBLEM with {problem}"));
     Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

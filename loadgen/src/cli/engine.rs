@@ -16,8 +16,22 @@ use loadgen::engine::scheduler::Speed;
 use loadgen::engine::{Engine, EngineConfig};
 use loadgen::prompt::TextModel;
 
+/// A JSON object.
+#[derive(Clone)]
+struct Object(serde_json::Map<String, serde_json::Value>);
+
+fn object(text: &str) -> Result<Object, String> {
+    serde_json::from_str(text).map(Object).map_err(|error| format!("not a JSON object: {error}"))
+}
+
 #[derive(Args)]
 pub struct EngineArguments {
+    /// Template arguments added to every chat that does not set them.
+    #[arg(long, value_name = "JSON", default_value = "{}", value_parser = object)]
+    default_chat_template_kwargs: Object,
+    /// Do not answer /tokenize.
+    #[arg(long)]
+    no_tokenize: bool,
     /// Engines to run in this process; with fixed ports, each next one takes the port after.
     #[arg(long, default_value_t = 1)]
     engines: u16,
@@ -50,6 +64,9 @@ pub struct EngineArguments {
     /// KV blocks per rank.
     #[arg(long, default_value_t = 8192)]
     blocks: usize,
+    /// Give every request KV blocks of its own.
+    #[arg(long)]
+    no_prefix_cache: bool,
     #[arg(long, default_value_t = 131_072)]
     context_length: usize,
     /// Answer length when max_tokens does not cut it.
@@ -105,6 +122,7 @@ impl EngineArguments {
             dp_size: self.dp_size,
             block_size: self.block_size,
             blocks_total: self.blocks,
+            prefix_cache: !self.no_prefix_cache,
             context_length: self.context_length,
             answer_tokens: self.answer_tokens,
             speed: Speed {
@@ -118,6 +136,8 @@ impl EngineArguments {
             },
             seed: self.seed.wrapping_add(number.into()),
             faults: Faults { fail_rate: self.fail_rate, ..Faults::default() },
+            chat_template_kwargs: self.default_chat_template_kwargs.0.clone(),
+            tokenizes: !self.no_tokenize,
             disagg: self.role.zip(self.protocol).map(|(role, protocol)| Disagg::new(role, protocol)),
         }
     }

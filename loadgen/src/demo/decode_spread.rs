@@ -1,20 +1,25 @@
 //! Owns the measurement of how evenly a router fills decode targets: a real router in front of prefill and decode
-//! engines, long and short prompts mixed, once per setting of the router. Never decides how results look.
+//! engines, once per workload, setting of the router and seed. Never decides how results look (see [`report`]).
 //!
-//! Two closed loops run at the same time, one of long prompts and one of short ones, none with a shared prefix. While
-//! both are under way the decode engines' held blocks and running requests are sampled; each sample gives the largest
-//! over the mean of all targets, and a run reports the mean over its samples. 1 is perfectly even.
+//! Requests arrive as open loops: several streams of unlike requests, each a Poisson process, so that nothing waits for
+//! anything. While they arrive, the decode engines' held blocks and running requests are sampled. **Spread** is the
+//! largest target's occupancy over the mean of all targets, both weighted by time: 1 is even, the number of targets is
+//! everything on one. What lies above 1 is the **excess**.
+
+pub mod report;
+pub mod scenarios;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use serde_json::Value;
 
+use self::scenarios::{Scenario, Stream};
 use super::TemporaryDirectory;
 use super::check::Router;
 use super::router::RouterProcess;
@@ -30,15 +35,8 @@ const MODEL: &str = "demo";
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const REST_TIMEOUT: Duration = Duration::from_secs(15);
 const SAMPLE_EVERY: Duration = Duration::from_millis(20);
-
-/// One of the two closed loops.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Loop {
-    pub requests: usize,
-    pub concurrency: usize,
-    pub prompt_tokens: usize,
-    pub output_tokens: usize,
-}
+/// Share of the arrivals' time before sampling starts: until then the fleet fills.
+const WARMUP_SHARE: f64 = 0.25;
 
 /// A setting of the router under a name.
 #[derive(Clone, Debug)]
@@ -51,13 +49,15 @@ pub struct Setting {
 #[derive(Clone, Debug)]
 pub struct SpreadConfig {
     pub router: PathBuf,
+    pub scenarios: Vec<Scenario>,
     pub settings: Vec<Setting>,
     pub prefill_engines: usize,
     pub decode_engines: usize,
     pub protocol: PdProtocol,
-    pub long: Loop,
-    pub short: Loop,
-    pub seed: u64,
+    /// For how long requests arrive.
+    pub seconds: f64,
+    /// Seeds of the repeats: other prompts, other arrivals.
+    pub seeds: Vec<u64>,
     pub interrupt: Arc<AtomicBool>,
 }
 
@@ -71,6 +71,7 @@ impl SpreadConfig {
         let weight = format!("--decode-request-weight={request_weight}");
         SpreadConfig {
             router,
+            scenarios: scenarios::all(),
             settings: vec![
                 setting("off", &["--decode-input-demand=off"]),
                 setting("on", &["--decode-input-demand=on"]),
@@ -79,44 +80,44 @@ impl SpreadConfig {
             prefill_engines: 2,
             decode_engines: 4,
             protocol: PdProtocol::VllmMooncake,
-            long: Loop { requests: 120, concurrency: 10, prompt_tokens: 3000, output_tokens: 120 },
-            short: Loop { requests: 480, concurrency: 30, prompt_tokens: 60, output_tokens: 120 },
-            seed: 1,
+            seconds: 24.0,
+            seeds: vec![1, 2, 3],
             interrupt: Arc::default(),
         }
     }
 
-    fn engine(&self, number: usize, role: PdRole) -> EngineConfig {
+    fn engine(&self, scenario: &Scenario, seed: u64, number: usize, role: PdRole) -> EngineConfig {
         // Prefill fast enough that decode is never short of work.
         let speed = Speed { prefill_per_token: Duration::from_micros(10), ..Speed::default() };
         EngineConfig {
             model: MODEL.into(),
             speed,
-            seed: self.seed.wrapping_mul(100).wrapping_add(number as u64),
+            prefix_cache: role == PdRole::Prefill || scenario.decode_shares_prefixes,
+            seed: seed.wrapping_mul(100).wrapping_add(number as u64),
             disagg: Some(Disagg::new(role, self.protocol)),
             ..EngineConfig::default()
         }
     }
 
-    fn run_config(&self, side: Loop, stream: u64, target: &str) -> RunConfig {
+    fn run_config(&self, stream: &Stream, seed: u64, target: &str) -> RunConfig {
         RunConfig {
             target: target.into(),
             workload: Workload {
                 shape: Shape::SharedPrefix {
-                    groups: side.requests,
-                    zipf: 0.0,
-                    prefix_tokens: side.prompt_tokens / 2,
-                    suffix_tokens: side.prompt_tokens / 2,
+                    groups: stream.groups,
+                    zipf: stream.zipf,
+                    prefix_tokens: stream.prefix_tokens,
+                    suffix_tokens: stream.suffix_tokens,
                 },
-                requests: side.requests,
-                output_tokens: side.output_tokens,
+                requests: ((stream.rate * self.seconds).round() as usize).max(1),
+                output_tokens: stream.output_tokens,
                 model: MODEL.into(),
                 stream: true,
-                seed: self.seed.wrapping_mul(1000).wrapping_add(stream),
+                seed,
             },
-            pace: Pace::Closed { concurrency: side.concurrency },
+            pace: Pace::Open { rate: stream.rate },
             timeout: Duration::from_secs(120),
-            in_flight_max: side.concurrency,
+            in_flight_max: 100_000,
             api_key: None,
             think_time: Duration::ZERO,
             warmup: 0,
@@ -127,46 +128,64 @@ impl SpreadConfig {
     }
 }
 
-/// One setting's run.
+/// One workload under one setting with one seed.
 #[derive(Clone, Debug, Serialize)]
 pub struct SpreadRun {
+    pub scenario: String,
     pub setting: String,
+    pub seed: u64,
     pub requests: u64,
     pub errors: u64,
     pub samples: usize,
-    /// Largest over mean of the blocks that decode engines hold, mean over samples.
+    /// Spread of the blocks that decode engines hold.
     pub kv_spread: f64,
-    /// The same of the requests that they run or have waiting.
+    /// Spread of the requests that they run or have waiting.
     pub request_spread: f64,
+    /// Mean over time, all decode engines.
+    pub requests_in_flight: f64,
     pub ttft_mean_ms: f64,
     pub throughput_rps: f64,
 }
 
-/// Runs every setting on fresh engines and a fresh router.
+/// Runs everything, each on fresh engines and a fresh router.
 pub fn run(config: &SpreadConfig, say: &mut dyn FnMut(&str)) -> Result<Vec<SpreadRun>> {
     let text = Arc::new(TextModel::shipped()?);
     let files = TemporaryDirectory::create()?;
     crate::prompt::write_shipped_tokenizer(&files.0.join("tokenizer"))?;
     let mut runs = Vec::new();
-    for setting in &config.settings {
-        if config.interrupt.load(Ordering::Relaxed) {
-            break;
+    for scenario in &config.scenarios {
+        for seed in config.seeds.iter().copied() {
+            for setting in &config.settings {
+                if config.interrupt.load(Ordering::Relaxed) {
+                    return Ok(runs);
+                }
+                say(&format!("{}, decode demand {}, seed {seed}", scenario.name, setting.name));
+                runs.push(one(config, scenario, setting, seed, &text, &files.0)?);
+            }
         }
-        say(&format!("decode demand {}", setting.name));
-        runs.push(one(config, setting, &text, &files.0)?);
     }
     Ok(runs)
 }
 
-fn one(config: &SpreadConfig, setting: &Setting, text: &Arc<TextModel>, directory: &Path) -> Result<SpreadRun> {
-    let prefill = (0..config.prefill_engines).map(|number| config.engine(number, PdRole::Prefill));
-    let decode = (0..config.decode_engines).map(|number| config.engine(100 + number, PdRole::Decode));
+fn one(
+    config: &SpreadConfig,
+    scenario: &Scenario,
+    setting: &Setting,
+    seed: u64,
+    text: &Arc<TextModel>,
+    directory: &Path,
+) -> Result<SpreadRun> {
+    let engine = |number, role| config.engine(scenario, seed, number, role);
+    let prefill = (0..config.prefill_engines).map(|number| engine(number, PdRole::Prefill));
+    let decode = (0..config.decode_engines).map(|number| engine(50 + number, PdRole::Decode));
     let engines = Engine::start_group(prefill.chain(decode).collect(), text.clone())?;
     let records: Vec<Value> = engines.iter().map(EngineHandle::registration).collect();
     let workers = directory.join("workers.json");
     std::fs::write(&workers, Value::from(records).to_string()).context("writing the workers file")?;
     let mut arguments: Vec<String> = vec!["--workers-file".into(), workers.display().to_string()];
-    arguments.extend(["--router-tokenizer-path".into(), directory.join("tokenizer").display().to_string()]);
+    if scenario.has_tokenizer {
+        arguments.extend(["--router-tokenizer-path".into(), directory.join("tokenizer").display().to_string()]);
+    }
     arguments.extend(setting.arguments.iter().cloned());
     let mut process = RouterProcess::start(&config.router, &arguments, &directory.join("router.log"))?;
     let url = process.url();
@@ -174,100 +193,95 @@ fn one(config: &SpreadConfig, setting: &Setting, text: &Arc<TextModel>, director
     block_on(router.wait_ready(&mut process, engines.len(), START_TIMEOUT))??;
 
     let decode = &engines[config.prefill_engines..];
-    let under_way = AtomicBool::new(true);
-    let (samples, long, short) = thread::scope(|scope| -> Result<(Samples, RunResult, RunResult)> {
-        let sampler = scope.spawn(|| Samples::take(decode, config, &under_way));
-        let sides = [(config.long, 1), (config.short, 2)].map(|(side, stream)| {
-            let run = config.run_config(side, stream, &url);
-            let under_way = &under_way;
-            scope.spawn(move || {
-                let result = driver::execute(run);
-                // From here on only one kind of prompt is left: the mix is over.
-                under_way.store(false, Ordering::Relaxed);
-                result
-            })
-        });
-        let [long, short] = sides.map(|side| side.join().expect("no panic in a run"));
-        Ok((sampler.join().expect("no panic while sampling"), long?, short?))
+    let (samples, results) = thread::scope(|scope| -> Result<(Samples, Vec<RunResult>)> {
+        let sampler = scope.spawn(|| Samples::take(decode, config));
+        let streams: Vec<_> = scenario
+            .streams
+            .iter()
+            .enumerate()
+            .map(|(number, stream)| config.run_config(stream, seed * 1000 + number as u64, &url))
+            .map(|run| scope.spawn(move || driver::execute(run)))
+            .collect();
+        let results = streams.into_iter().map(|stream| stream.join().expect("no panic in a run")).collect();
+        Ok((sampler.join().expect("no panic while sampling"), Result::from_iter::<Vec<Result<_>>>(results)?))
     })?;
     let mut problems = block_on(router.check_rest(&engines, false, REST_TIMEOUT))??;
     problems.extend(process.stop());
-    ensure!(problems.is_empty(), "{}: {}", setting.name, problems.join("; "));
-    ensure!(samples.count > 0, "{}: no moment at which both loops were under way", setting.name);
-    if let Some(error) = long.first_error.as_ref().or(short.first_error.as_ref()) {
-        tracing::warn!(setting = setting.name, error, "requests failed");
+    ensure!(problems.is_empty(), "{} {}: {}", scenario.name, setting.name, problems.join("; "));
+    if let Some(error) = results.iter().find_map(|result| result.first_error.as_ref()) {
+        tracing::warn!(scenario = scenario.name, setting = setting.name, error, "requests failed");
     }
-    let requests = long.record.ttft.count() + short.record.ttft.count();
-    let duration = long.duration.max(short.duration);
+    let answered = |result: &RunResult| result.record.ttft.count() as f64;
+    let requests: f64 = results.iter().map(answered).sum();
+    let seconds = results.iter().map(|result| result.duration.as_secs_f64()).fold(0.0, f64::max);
     Ok(SpreadRun {
+        scenario: scenario.name.into(),
         setting: setting.name.clone(),
-        requests,
-        errors: long.record.errors_total() + short.record.errors_total(),
+        seed,
+        requests: requests as u64,
+        errors: results.iter().map(|result| result.record.errors_total()).sum(),
         samples: samples.count,
-        kv_spread: samples.kv / samples.count as f64,
-        request_spread: samples.requests / samples.count as f64,
-        ttft_mean_ms: (long.record.ttft.mean_ms() * long.record.ttft.count() as f64
-            + short.record.ttft.mean_ms() * short.record.ttft.count() as f64)
-            / requests.max(1) as f64,
-        throughput_rps: requests as f64 / duration.as_secs_f64(),
+        kv_spread: samples.kv.spread(),
+        request_spread: samples.requests.spread(),
+        requests_in_flight: samples.requests.mean * config.decode_engines as f64,
+        ttft_mean_ms: results.iter().map(|result| result.record.ttft.mean_ms() * answered(result)).sum::<f64>()
+            / requests.max(1.0),
+        throughput_rps: requests / seconds.max(1e-9),
     })
 }
 
-/// Sums over the moments at which the fleet was busy.
+/// The fullest target and the mean target, each averaged over time.
+#[derive(Clone, Copy, Debug, Default)]
+struct Occupancy {
+    largest: f64,
+    mean: f64,
+}
+
+impl Occupancy {
+    fn add(&mut self, numbers: impl Iterator<Item = usize> + Clone, share_of_time: f64) {
+        self.largest += numbers.clone().max().unwrap_or(0) as f64 * share_of_time;
+        self.mean += numbers.clone().sum::<usize>() as f64 / numbers.count().max(1) as f64 * share_of_time;
+    }
+
+    /// 1 for nothing at all.
+    fn spread(self) -> f64 {
+        if self.mean == 0.0 { 1.0 } else { self.largest / self.mean }
+    }
+}
+
+/// What was seen of the decode engines while requests arrived.
 #[derive(Default)]
 struct Samples {
     count: usize,
-    kv: f64,
-    requests: f64,
+    kv: Occupancy,
+    requests: Occupancy,
 }
 
 impl Samples {
-    fn take(engines: &[EngineHandle], config: &SpreadConfig, under_way: &AtomicBool) -> Samples {
+    fn take(engines: &[EngineHandle], config: &SpreadConfig) -> Samples {
+        let start = Instant::now();
+        let (from, until) = (config.seconds * WARMUP_SHARE, config.seconds);
         let mut samples = Samples::default();
-        let busy = (config.long.concurrency + config.short.concurrency) / 2;
-        while under_way.load(Ordering::Relaxed) {
-            let states: Vec<_> = engines.iter().map(EngineHandle::state).collect();
-            let held = states.iter().map(|state| state.ranks.iter().map(|rank| rank.blocks_held).sum::<usize>());
-            let running = states.iter().map(|state| state.ranks.iter().map(|rank| rank.running + rank.waiting).sum());
-            let running: Vec<usize> = running.collect();
-            if running.iter().sum::<usize>() >= busy {
-                samples.count += 1;
-                samples.kv += spread(held);
-                samples.requests += spread(running.into_iter());
-            }
+        let mut last = from;
+        loop {
             thread::sleep(SAMPLE_EVERY);
+            let now = start.elapsed().as_secs_f64();
+            if now >= until || config.interrupt.load(Ordering::Relaxed) {
+                return samples;
+            }
+            if now > from {
+                let states: Vec<_> = engines.iter().map(EngineHandle::state).collect();
+                let share_of_time = (now - last) / (until - from);
+                let sum = |each: fn(&crate::engine::RankState) -> usize| {
+                    states.iter().map(move |state| state.ranks.iter().map(each).sum::<usize>())
+                };
+                samples.count += 1;
+                samples.kv.add(sum(|rank| rank.blocks_held), share_of_time);
+                samples.requests.add(sum(|rank| rank.running + rank.waiting), share_of_time);
+                last = now;
+            }
         }
-        samples
     }
-}
-
-/// Largest over mean; 1 for nothing at all.
-fn spread(numbers: impl Iterator<Item = usize> + Clone) -> f64 {
-    let (max, sum, count) = (numbers.clone().max().unwrap_or(0), numbers.clone().sum::<usize>(), numbers.count());
-    if sum == 0 { 1.0 } else { max as f64 * count as f64 / sum as f64 }
-}
-
-/// Text of the results as a table.
-pub fn table(runs: &[SpreadRun]) -> Result<String> {
-    let first = runs.first().context("no run")?;
-    let mut text = String::from("decode demand         KV max/mean  requests max/mean  TTFT mean ms   req/s  errors\n");
-    for run in runs {
-        text.push_str(&format!(
-            "{:<20} {:>12.3} {:>18.3} {:>13.1} {:>7.1} {:>7}\n",
-            run.setting, run.kv_spread, run.request_spread, run.ttft_mean_ms, run.throughput_rps, run.errors
-        ));
-    }
-    let excess = |spread: f64| (spread - 1.0).max(0.0);
-    for run in &runs[1..] {
-        let share = excess(run.kv_spread) / excess(first.kv_spread).max(1e-9);
-        text.push_str(&format!(
-            "{}: {:.0} % of the excess over even of {}\n",
-            run.setting,
-            share * 100.0,
-            first.setting
-        ));
-    }
-    Ok(text)
 }
 
 #[cfg(test)]
@@ -275,10 +289,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spread_is_the_largest_over_the_mean() {
-        assert_eq!(spread([4, 4, 4, 4].into_iter()), 1.0);
-        assert_eq!(spread([8, 0, 0, 0].into_iter()), 4.0);
-        assert_eq!(spread([6, 2].into_iter()), 1.5);
-        assert_eq!(spread([0, 0].into_iter()), 1.0);
+    fn spread_is_the_largest_over_the_mean_by_time() {
+        let check = |samples: &[(&[usize], f64)], expected: f64| {
+            let mut occupancy = Occupancy::default();
+            samples.iter().for_each(|(numbers, share)| occupancy.add(numbers.iter().copied(), *share));
+            assert!((occupancy.spread() - expected).abs() < 1e-9, "{samples:?}: {}", occupancy.spread());
+        };
+        check(&[(&[4, 4, 4, 4], 1.0)], 1.0);
+        check(&[(&[8, 0, 0, 0], 1.0)], 4.0);
+        check(&[(&[6, 2], 1.0)], 1.5);
+        check(&[(&[0, 0], 1.0)], 1.0);
+        // Another target is the fullest in each half, which a mean per target would hide.
+        check(&[(&[8, 0], 0.5), (&[0, 8], 0.5)], 2.0);
+        check(&[(&[6, 2], 0.75), (&[0, 0], 0.25)], 1.5);
     }
 }

@@ -3,6 +3,7 @@
 
 pub mod check;
 pub mod decode_spread;
+pub mod images;
 pub mod pair;
 pub mod plot;
 pub mod report;

@@ -127,6 +127,7 @@ async fn handle(engine: &Rc<Engine>, connection: &mut Connection, request: &Requ
     match (request.method.as_str(), request.path.as_str()) {
         ("POST", "/v1/chat/completions") => generate::respond(engine, connection, request, generate::Kind::Chat).await,
         ("POST", "/v1/completions") => generate::respond(engine, connection, request, generate::Kind::Text).await,
+        ("POST", "/v1/responses") => generate::respond(engine, connection, request, generate::Kind::Responses).await,
         ("GET" | "HEAD", "/health" | "/health_generate") => {
             let status = if engine.faults.borrow().unhealthy { 503 } else { 200 };
             connection.answer_bytes(request, status, "text/plain", b"").await
@@ -136,7 +137,7 @@ async fn handle(engine: &Rc<Engine>, connection: &mut Connection, request: &Requ
             let text = shapes::metrics(engine);
             connection.answer_bytes(request, 200, "text/plain; version=0.0.4; charset=utf-8", text.as_bytes()).await
         }
-        ("POST", "/tokenize") => tokenize(engine, connection, request).await,
+        ("POST", "/tokenize") if engine.config.tokenizes => tokenize(engine, connection, request).await,
         ("POST", "/detokenize") => detokenize(engine, connection, request).await,
         ("GET", "/kv_event_sources") if !sglang => {
             connection.answer(request, 200, &shapes::kv_event_sources(engine)).await
@@ -186,7 +187,7 @@ async fn set_faults(engine: &Rc<Engine>, connection: &mut Connection, request: &
 async fn tokenize(engine: &Rc<Engine>, connection: &mut Connection, request: &Request) -> Result<(), Closed> {
     let tokens = shapes::parse_body(&request.body).and_then(|body| {
         let encoded = match body.get("messages") {
-            Some(_) => engine.text.chat(&body).map(|(_, ids)| ids),
+            Some(_) => engine.chat_ids(&body),
             None => engine.text.encode(body["prompt"].as_str().unwrap_or_default()),
         };
         encoded.map_err(|error| shapes::ApiError::bad_request(&error.to_string()))

@@ -15,6 +15,7 @@ use monoio::net::TcpListener;
 use monoio::time::{Instant, sleep_until};
 use rand::Rng;
 use rand::rngs::SmallRng;
+use serde_json::Value;
 
 use super::disagg::DisaggState;
 use super::events::{Dialect, EngineStyle};
@@ -23,7 +24,7 @@ use super::hash::WireHash;
 use super::pool::BlockPool;
 use super::publisher::{Feeds, Publisher, ReplayServer};
 use super::scheduler::{CacheEvent, NewSequence, Output, Scheduler};
-use super::{EngineConfig, RankState, Shared, api};
+use super::{EngineConfig, RankState, Shared, api, render};
 use crate::net::runtime::contain_panic;
 use crate::net::signal::{Latch, Queue};
 use crate::prompt::TextModel;
@@ -57,6 +58,9 @@ pub(super) struct Rank {
     wake: Queue<()>,
     event_batches: Cell<u64>,
 }
+
+/// Images whose requests are counted.
+const IMAGES_MAX: usize = 4096;
 
 struct Listener {
     queue: Queue<Progress>,
@@ -124,6 +128,11 @@ pub(crate) async fn run_group(
 }
 
 impl Engine {
+    /// Token ids of a chat body as this engine renders it.
+    pub(super) fn chat_ids(&self, body: &Value) -> Result<Vec<u32>> {
+        render::chat_ids(&self.text, self.config.style, &self.config.chat_template_kwargs, body)
+    }
+
     fn new(
         config: EngineConfig,
         text: Arc<TextModel>,
@@ -137,12 +146,16 @@ impl Engine {
             block_size: config.block_size,
         };
         let keeps_copies = config.style.is_vllm();
+        let scheduler = |pool, seed| Scheduler::new(config.speed.clone(), config.block_size, pool, seed);
         let new_rank = |(number, publisher): (usize, Publisher)| {
             let pool = BlockPool::new(config.blocks_total, keeps_copies);
             let rank_seed = config.seed.wrapping_mul(1021).wrapping_add(number as u64);
             Rank {
                 number: number as u32,
-                scheduler: RefCell::new(Scheduler::new(config.speed.clone(), config.block_size, pool, rank_seed)),
+                scheduler: RefCell::new(match config.prefix_cache {
+                    true => scheduler(pool, rank_seed),
+                    false => scheduler(pool, rank_seed).without_prefix_cache(),
+                }),
                 publisher: RefCell::new(publisher),
                 listeners: RefCell::default(),
                 wake: Queue::default(),
@@ -237,6 +250,20 @@ impl Engine {
             self.report(rank);
         }
         all
+    }
+
+    /// Notes that these images are served here.
+    pub fn count_images(&self, images: &[u64]) {
+        if images.is_empty() {
+            return;
+        }
+        self.shared.update(|state| {
+            for image in images {
+                if state.images.len() < IMAGES_MAX || state.images.contains_key(image) {
+                    *state.images.entry(*image).or_default() += 1;
+                }
+            }
+        });
     }
 
     /// Whether chance says that this request fails.

@@ -9,10 +9,12 @@ use serde_json::{Value, json};
 use super::api::{Closed, Connection};
 use super::core::{Engine, Progress};
 use super::disagg::{self, DecodeOutcome, HeldKv, Plan};
+use super::responses;
 use super::scheduler::NewSequence;
 use super::shapes::{self, ApiError};
 use crate::net::server::{LAST_CHUNK, Request, chunked_head, push_chunk};
 use crate::net::signal::Queue;
+use crate::prompt;
 
 /// Most samples, over all prompts of a body.
 const CHOICES_MAX: usize = 128;
@@ -22,6 +24,17 @@ const CHOICES_MAX: usize = 128;
 pub(super) enum Kind {
     Chat,
     Text,
+    Responses,
+}
+
+impl Kind {
+    fn id_prefix(self) -> &'static str {
+        match self {
+            Kind::Chat => "chatcmpl-",
+            Kind::Text => "cmpl-",
+            Kind::Responses => "resp_",
+        }
+    }
 }
 
 /// A checked body.
@@ -37,6 +50,8 @@ struct Job {
     rank: usize,
     salt: Option<String>,
     rid: Option<String>,
+    /// Names of the images in the prompt.
+    images: Vec<u64>,
 }
 
 impl Job {
@@ -80,8 +95,11 @@ pub(super) async fn respond(
         Ok(read) => read,
         Err(error) => return connection.refuse(request, &error).await,
     };
+    if !matches!(plan, Plan::Decode(_)) {
+        engine.count_images(&job.images);
+    }
     let reply = Reply {
-        id: format!("{}-{:016x}", if kind == Kind::Chat { "chatcmpl" } else { "cmpl" }, rand::random::<u64>()),
+        id: format!("{}{:016x}", kind.id_prefix(), rand::random::<u64>()),
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         model: engine.config.model.clone(),
         prompt_tokens: job.prompts.iter().map(Vec::len).sum(),
@@ -186,19 +204,28 @@ fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Res
     }
     let prompts = match kind {
         Kind::Chat => {
-            let (_, ids) = engine.text.chat(body).map_err(|error| ApiError::bad_request(&error.to_string()))?;
+            let ids = engine.chat_ids(body).map_err(|error| ApiError::bad_request(&error.to_string()))?;
             vec![ids]
         }
         Kind::Text => text_prompts(engine, &body["prompt"])?,
+        Kind::Responses => {
+            let chat = responses::as_chat(body).ok_or_else(|| ApiError::bad_request("`input` is required"))?;
+            vec![engine.chat_ids(&chat).map_err(|error| ApiError::bad_request(&error.to_string()))?]
+        }
     };
     let samples = match &body["n"] {
+        _ if kind == Kind::Responses => 1,
         Value::Null => 1,
         n => n.as_u64().filter(|n| *n >= 1).ok_or_else(|| ApiError::bad_request("`n` must be at least 1"))? as usize,
     };
     if samples.saturating_mul(prompts.len()) > CHOICES_MAX {
         return Err(ApiError::bad_request("too many choices"));
     }
-    let limit = match (&body["max_completion_tokens"], &body["max_tokens"]) {
+    let limits = match kind {
+        Kind::Responses => (&Value::Null, &body["max_output_tokens"]),
+        _ => (&body["max_completion_tokens"], &body["max_tokens"]),
+    };
+    let limit = match limits {
         (Value::Null, Value::Null) => None,
         (Value::Null, limit) | (limit, _) => Some(
             limit
@@ -219,6 +246,7 @@ fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Res
         rank: choose_rank(engine, request)?,
         salt: body["cache_salt"].as_str().filter(|salt| !salt.is_empty()).map(str::to_string),
         rid: body["rid"].as_str().map(str::to_string),
+        images: prompt::image_keys(body),
         prompts,
     })
 }
@@ -327,6 +355,12 @@ impl Reply {
             "completion_tokens": generated, "prompt_tokens_details": {"cached_tokens": cached}})
     }
 
+    /// Appends one event of a Responses stream.
+    fn responses_event(&self, out: &mut Vec<u8>, name: &str, mut data: Value) {
+        data["type"] = json!(name);
+        out.extend_from_slice(format!("event: {name}\ndata: {data}\n\n").as_bytes());
+    }
+
     /// Appends an SSE event with this choice, or with usage alone.
     fn event(&self, out: &mut Vec<u8>, kind: Kind, choices: Value, usage: Option<Value>) {
         let object = if kind == Kind::Chat { "chat.completion.chunk" } else { "text_completion" };
@@ -344,7 +378,7 @@ fn piece(kind: Kind, index: usize, text: &str, finish_reason: Option<&str>) -> V
         Kind::Chat => {
             json!([{"index": index, "delta": {"content": text}, "logprobs": null, "finish_reason": finish_reason}])
         }
-        Kind::Text => json!([{"index": index, "text": text, "logprobs": null, "finish_reason": finish_reason}]),
+        _ => json!([{"index": index, "text": text, "logprobs": null, "finish_reason": finish_reason}]),
     }
 }
 
@@ -359,6 +393,8 @@ async fn stream(
     let mut out = Vec::new();
     let mut events = Vec::new();
     let mut opened = vec![false; running.answers.len()];
+    // A Responses stream repeats the whole text at its end.
+    let mut whole = String::new();
     let (mut open, mut generated, mut cached) = (running.answers.len(), 0, vec![0; running.answers.len()]);
     while open > 0 {
         let first = monoio::select! {
@@ -368,18 +404,32 @@ async fn stream(
         let mut next = Some(first);
         while let Some(progress) = next {
             let Progress::Token { choice, output } = progress else {
+                if job.kind == Kind::Responses {
+                    reply.responses_event(&mut events, "response.failed", json!({"response": {"id": reply.id}}));
+                    push_chunk(&mut out, &events);
+                    out.extend_from_slice(LAST_CHUNK);
+                    return connection.write(out).await;
+                }
                 reply.event(&mut events, job.kind, piece(job.kind, 0, "", Some("abort")), None);
                 open = 0;
                 break;
             };
-            if job.kind == Kind::Chat && !std::mem::replace(&mut opened[choice], true) {
+            let text = &running.answers[choice][output.position].1;
+            if job.kind == Kind::Responses {
+                if !std::mem::replace(&mut opened[choice], true) {
+                    reply.responses_event(&mut events, "response.created", json!({"response": {"id": reply.id}}));
+                }
+                whole.push_str(text);
+                reply.responses_event(&mut events, "response.output_text.delta", json!({"delta": text}));
+            } else if job.kind == Kind::Chat && !std::mem::replace(&mut opened[choice], true) {
                 let role = json!([{"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": null,
                     "finish_reason": null}]);
                 reply.event(&mut events, job.kind, role, None);
             }
-            let text = &running.answers[choice][output.position].1;
             let reason = output.last.then_some(job.finish_reason);
-            reply.event(&mut events, job.kind, piece(job.kind, choice, text, reason), None);
+            if job.kind != Kind::Responses {
+                reply.event(&mut events, job.kind, piece(job.kind, choice, text, reason), None);
+            }
             generated += 1;
             cached[choice] = output.cached_tokens;
             open -= usize::from(output.last);
@@ -388,7 +438,12 @@ async fn stream(
         if close_after.is_some_and(|tokens| generated >= tokens as usize) {
             return Err(Closed);
         }
-        if open == 0 {
+        if open == 0 && job.kind == Kind::Responses {
+            let usage = reply.usage(generated, cached_per_prompt(&cached, job.samples));
+            let body = responses::body(&reply.id, reply.created, &reply.model, &whole, job.finish_reason, &usage);
+            let name = if job.finish_reason == "length" { "response.incomplete" } else { "response.completed" };
+            reply.responses_event(&mut events, name, json!({"response": body}));
+        } else if open == 0 {
             if job.include_usage {
                 let usage = reply.usage(generated, cached_per_prompt(&cached, job.samples));
                 reply.event(&mut events, job.kind, json!([]), Some(usage));
@@ -451,11 +506,15 @@ async fn collect(connection: &mut Connection, job: &Job, running: Running<'_>) -
 
 impl Collected {
     fn into_body(self, job: &Job, reply: &Reply) -> Value {
+        if job.kind == Kind::Responses {
+            let usage = reply.usage(self.generated, cached_per_prompt(&self.cached, job.samples));
+            return responses::body(&reply.id, reply.created, &reply.model, &self.texts.concat(), self.reason, &usage);
+        }
         let reason = self.reason;
         let choice = |(index, text): (usize, String)| match job.kind {
             Kind::Chat => json!({"index": index, "message": {"role": "assistant", "content": text}, "logprobs": null,
                 "finish_reason": reason}),
-            Kind::Text => json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason}),
+            _ => json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason}),
         };
         let choices: Vec<Value> = self.texts.into_iter().enumerate().map(choice).collect();
         let object = if job.kind == Kind::Chat { "chat.completion" } else { "text_completion" };

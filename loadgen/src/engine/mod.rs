@@ -14,16 +14,19 @@ pub mod hash;
 pub mod pool;
 mod publisher;
 pub mod register;
+mod render;
+mod responses;
 pub mod scheduler;
 mod shapes;
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use self::core::Command;
 use self::disagg::{Disagg, TransferCounts};
@@ -55,6 +58,8 @@ pub struct EngineConfig {
     pub block_size: usize,
     /// Blocks per rank.
     pub blocks_total: usize,
+    /// Whether requests share the blocks of equal prefixes. Decode engines often do not: what came by transfer is theirs.
+    pub prefix_cache: bool,
     /// Longest prompt plus answer; cut to the pool's size.
     pub context_length: usize,
     /// Length of an answer that no `max_tokens` cuts.
@@ -63,6 +68,10 @@ pub struct EngineConfig {
     /// Seeds hashes, jitter and random failures.
     pub seed: u64,
     pub faults: Faults,
+    /// Template arguments added to every chat that does not set them (`--default-chat-template-kwargs`).
+    pub chat_template_kwargs: Map<String, Value>,
+    /// Answer `/tokenize`.
+    pub tokenizes: bool,
     /// One half of a prefill/decode pair; both halves in one if absent.
     pub disagg: Option<Disagg>,
 }
@@ -81,11 +90,14 @@ impl Default for EngineConfig {
             dp_size: 1,
             block_size: 16,
             blocks_total: 8192,
+            prefix_cache: true,
             context_length: 131_072,
             answer_tokens: 256,
             speed: Speed::default(),
             seed: 1,
             faults: Faults::default(),
+            chat_template_kwargs: Map::new(),
+            tokenizes: true,
             disagg: None,
         }
     }
@@ -110,6 +122,8 @@ pub struct EngineState {
     pub requests_open: usize,
     pub connections_open: usize,
     pub transfers: TransferCounts,
+    /// Requests per image, by the hash of its reference; a decode engine sees none. Images beyond a cap are not told.
+    pub images: BTreeMap<u64, u64>,
 }
 
 impl EngineState {

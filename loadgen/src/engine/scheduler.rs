@@ -132,6 +132,8 @@ pub struct Totals {
 pub struct Scheduler {
     speed: Speed,
     block_size: usize,
+    /// Whether computed blocks get names, which is what lets later sequences share them.
+    names_blocks: bool,
     root: Digest,
     pool: BlockPool,
     waiting: VecDeque<Sequence>,
@@ -149,6 +151,7 @@ impl Scheduler {
         Scheduler {
             speed,
             block_size,
+            names_blocks: true,
             root: hash::root_digest(seed),
             pool,
             waiting: VecDeque::new(),
@@ -159,6 +162,12 @@ impl Scheduler {
             draw: seed::generator(seed, "step jitter"),
             totals: Totals::default(),
         }
+    }
+
+    /// The same without a prefix cache: every sequence has blocks of its own, and nothing is ever stored or evicted.
+    pub fn without_prefix_cache(mut self) -> Scheduler {
+        self.names_blocks = false;
+        self
     }
 
     pub fn pool(&self) -> &BlockPool {
@@ -202,7 +211,9 @@ impl Scheduler {
         assert!(prompt_length > 0 && !new.answer.is_empty(), "a sequence has a prompt and an answer");
         assert!(prompt_length + new.answer.len() <= self.tokens_max(), "a sequence fits into the pool");
         let mut digests = Vec::with_capacity(prompt_length / self.block_size);
-        hash::extend_digests(&mut digests, &self.root, &new.prompt, self.block_size, new.salt.as_deref());
+        if self.names_blocks {
+            hash::extend_digests(&mut digests, &self.root, &new.prompt, self.block_size, new.salt.as_deref());
+        }
         self.waiting.push_back(Sequence {
             id: new.id,
             tokens: new.prompt,
@@ -378,6 +389,9 @@ impl Scheduler {
         let sequence = &mut self.running[index];
         sequence.computed += sequence.scheduled;
         sequence.scheduled = 0;
+        if !self.names_blocks {
+            return;
+        }
         hash::extend_digests(
             &mut sequence.digests,
             &self.root,

@@ -60,7 +60,7 @@ pub(super) fn kv_event_sources(engine: &Engine) -> Value {
 pub(super) fn server_info(engine: &Engine) -> Value {
     let config = &engine.config;
     let base_port = engine.feeds.events.rsplit(':').next().and_then(|port| port.parse::<u16>().ok());
-    json!({"model_path": config.model, "served_model_name": config.model, "page_size": config.block_size,
+    json!({"default_chat_template_kwargs": config.chat_template_kwargs, "model_path": config.model, "served_model_name": config.model, "page_size": config.block_size,
         "dp_size": config.dp_size, "context_length": config.context_length,
         "max_total_num_tokens": config.blocks_total * config.block_size,
         "kv_events": {"endpoint": engine.feeds.events, "endpoint_port_base": base_port, "topic": config.topic,

@@ -1,11 +1,13 @@
 //! Owns what is asked: scripts of chat turns drawn from a seed. Never sends anything and never reads a clock.
 //!
 //! `shared-prefix`: each request is a system prompt of one of G groups, drawn by Zipf's law, and a unique question.
-//! `multi-turn`: each script is a conversation; every turn repeats the history and adds a message. Texts are words of
-//! the shipped list, of which the shipped tokenizer makes one token each; other tokenizers make a few more.
+//! `multi-turn`: each script is a conversation; every turn repeats the history and adds a message.
+//! `images`: every request shows one of the same images and asks something new. Texts are words of the shipped list, of
+//! which the shipped tokenizer makes one token each; other tokenizers make a few more.
 
 use rand::Rng;
 use rand::rngs::SmallRng;
+use rand::seq::SliceRandom;
 use rand_distr::{Distribution, Zipf};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -22,6 +24,13 @@ pub enum Shape {
         zipf: f64,
         prefix_tokens: usize,
         suffix_tokens: usize,
+    },
+    /// Rounds over the same images, each in an order of its own; every request shows one and asks something new.
+    Images {
+        images: usize,
+        /// Bytes of an image's `data:` reference.
+        image_bytes: usize,
+        question_tokens: usize,
     },
     MultiTurn {
         turns: usize,
@@ -57,7 +66,7 @@ pub struct Script {
 impl Workload {
     fn turns(&self) -> usize {
         match &self.shape {
-            Shape::SharedPrefix { .. } => 1,
+            Shape::SharedPrefix { .. } | Shape::Images { .. } => 1,
             Shape::MultiTurn { turns, .. } => (*turns).max(1),
         }
     }
@@ -78,6 +87,7 @@ impl Workload {
         let (groups, zipf, prefix_tokens) = match &self.shape {
             Shape::SharedPrefix { groups, zipf, prefix_tokens, .. } => (*groups, *zipf, *prefix_tokens),
             Shape::MultiTurn { groups, prefix_tokens, .. } => (*groups, 0.0, *prefix_tokens),
+            Shape::Images { .. } => (1, 0.0, 0),
         };
         let group = draw_group(&mut draw, groups.max(1), zipf.max(0.0));
         let mut messages = Vec::new();
@@ -100,6 +110,7 @@ impl Workload {
         let mut draw = seed::generator(own_seed, "message");
         let tokens = match &self.shape {
             Shape::SharedPrefix { suffix_tokens, .. } => *suffix_tokens,
+            Shape::Images { question_tokens, .. } => *question_tokens,
             Shape::MultiTurn { message_tokens, scripted_answers, .. } => {
                 if turn > 0 {
                     let content = match answer {
@@ -111,13 +122,38 @@ impl Workload {
                 *message_tokens
             }
         };
-        script.messages.push(json!({"role": "user", "content": text(&mut draw, tokens.max(1))}));
+        let question = text(&mut draw, tokens.max(1));
+        let content = match self.image_of(script.number) {
+            Some(image) => json!([{"type": "image_url", "image_url": {"url": self.image_reference(image)}},
+                {"type": "text", "text": question}]),
+            None => Value::String(question),
+        };
+        script.messages.push(json!({"role": "user", "content": content}));
         let mut body = json!({"model": self.model, "messages": script.messages, "max_tokens": self.output_tokens,
             "temperature": 0, "ignore_eos": true, "stream": self.stream});
         if self.stream {
             body["stream_options"] = json!({"include_usage": true});
         }
         Some(body)
+    }
+
+    /// Which image a script shows, if the workload has images.
+    pub fn image_of(&self, script: usize) -> Option<usize> {
+        let Shape::Images { images, .. } = self.shape else { return None };
+        let images = images.max(1);
+        let round = (script / images) as u64;
+        let mut order: Vec<usize> = (0..images).collect();
+        order.shuffle(&mut seed::generator(self.seed ^ round.wrapping_mul(0x9e37_79b9_7f4a_7c15), "round"));
+        Some(order[script % images])
+    }
+
+    /// The `data:` reference of an image.
+    pub fn image_reference(&self, image: usize) -> String {
+        const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        let bytes = if let Shape::Images { image_bytes, .. } = self.shape { image_bytes } else { 0 };
+        let mut draw = seed::generator(self.seed.wrapping_add(image as u64), "image");
+        let payload = (0..bytes.max(16)).map(|_| DIGITS[draw.random_range(0..DIGITS.len())] as char);
+        "data:image/png;base64,".chars().chain(payload).collect()
     }
 
     /// Arrival times of the scripts in seconds: a Poisson process of `rate` requests a second overall.

@@ -8,9 +8,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::rc::{Rc, Weak};
 use std::time::Duration;
 
+use bytes::Bytes;
 use monoio::buf::{IoBuf, IoBufMut};
 use rustix::event::{PollFd, PollFlags};
-use rustix::net::{RecvFlags, SendFlags, Shutdown, sockopt};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, sockopt};
 
 use crate::raw::SharedStream;
 
@@ -19,6 +20,9 @@ use crate::raw::SharedStream;
 const PROBE_AFTER: Duration = Duration::from_secs(60);
 const PROBE_EVERY: Duration = Duration::from_secs(15);
 const PROBES: u32 = 4;
+
+/// Pieces of one gathered send; what comes behind is sent by itself.
+const GATHERED_MAX: usize = 8;
 
 /// What a look at the receive queue showed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +95,18 @@ impl Stream {
     /// Sends what fits at once, for farewells on the way out.
     pub(crate) fn try_send(&self, bytes: &[u8]) -> io::Result<usize> {
         Ok(rustix::net::send(self.0.descriptor(), bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
+    }
+
+    /// The same for a head and the segments behind it, in one call.
+    pub(crate) fn try_send_gathered(&self, head: &[u8], body: &[Bytes]) -> io::Result<usize> {
+        let mut slices = [io::IoSlice::new(&[]); GATHERED_MAX];
+        let mut used = 0;
+        for piece in std::iter::once(head).chain(body.iter().map(|segment| &**segment)).take(GATHERED_MAX) {
+            slices[used] = io::IoSlice::new(piece);
+            used += 1;
+        }
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        Ok(rustix::net::sendmsg(self.0.descriptor(), &slices[..used], &mut SendAncillaryBuffer::default(), flags)?)
     }
 
     pub(crate) fn peek(&self) -> Peeked {

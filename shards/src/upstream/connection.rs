@@ -7,6 +7,8 @@ use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::time::Duration;
 
+use bytes::Bytes;
+
 use crate::buffers::{self, LARGE_BYTES, SMALL_BYTES};
 use crate::clock::Slot;
 use crate::net::{IoBuf, IoBufMut, Stream};
@@ -137,6 +139,14 @@ impl Connection {
             }
         }
         Ok(())
+    }
+
+    /// Sends what the socket takes at once of `head` and the segments behind it; gives the bytes taken.
+    pub(super) fn try_send_gathered(&self, head: &[u8], body: &[Bytes]) -> Result<usize, Trouble> {
+        match self.stream.try_send_gathered(head, body) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+            outcome => Ok(outcome?),
+        }
     }
 
     async fn timed<F: Future>(&self, limit: Option<Duration>, future: Pin<&mut F>) -> Result<F::Output, Trouble> {

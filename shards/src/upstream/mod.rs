@@ -200,24 +200,30 @@ impl Upstream {
                 body_bytes: body_bytes as u64,
             },
         );
-        // Fill the first write with body: a small request is one packet, and what follows is sent from where it lies.
-        let mut segments = request.body.iter();
-        let mut rest = Bytes::new();
-        for segment in segments.by_ref() {
-            let fits = segment.len().min(LARGE_BYTES.saturating_sub(out.len()));
-            out.extend_from_slice(&segment[..fits]);
-            if fits < segment.len() {
-                rest = segment.slice(fits..);
-                break;
-            }
+        if out.len() + body_bytes <= LARGE_BYTES {
+            // A small request is one packet.
+            request.body.iter().for_each(|segment| out.extend_from_slice(segment));
+            connection.write_all(&mut out, stall).await?;
+            buffers::give(out);
+            return Ok(());
         }
-        connection.write_all(&mut out, stall).await?;
+        // A large one goes from where it lies: head and body in one call as far as the socket takes them.
+        let mut sent = connection.try_send_gathered(&out, request.body)?;
+        if sent < out.len() {
+            out.drain(..sent);
+            connection.write_all(&mut out, stall).await?;
+            sent = 0;
+        } else {
+            sent -= out.len();
+        }
         buffers::give(out);
-        if !rest.is_empty() {
-            connection.write_all(&mut rest, stall).await?;
-        }
-        for segment in segments {
-            rest = segment.clone();
+        for segment in request.body {
+            if sent >= segment.len() {
+                sent -= segment.len();
+                continue;
+            }
+            let mut rest = segment.slice(sent..);
+            sent = 0;
             connection.write_all(&mut rest, stall).await?;
         }
         Ok(())

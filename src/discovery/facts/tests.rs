@@ -108,6 +108,17 @@ fn sglang_server_info() {
     let facts_of = |body: &[u8]| facts(|facts| facts.read_server_info(body, "h"));
     let plain = facts_of(br#"{"page_size":1,"dp_size":1,"kv_events_config":null}"#).unwrap();
     assert_eq!((plain.kv_block_size, plain.dp_size, plain.kv_events_endpoint), (Some(1), None, None));
+    // Template arguments at either place, as text too; said to be none is not the same as not said.
+    for (arguments, expected) in [
+        (r#","default_chat_template_kwargs":{"enable_thinking":false}"#, Some(r#"{"enable_thinking":false}"#)),
+        (r#","server_args":{"page_size":1,"default_chat_template_kwargs":"{\"a\":1}"}"#, Some(r#"{"a":1}"#)),
+        (r#","default_chat_template_kwargs":null"#, Some("{}")),
+        (r#","default_chat_template_kwargs":[1]"#, None),
+        ("", None),
+    ] {
+        let said = facts_of(format!(r#"{{"page_size":1{arguments}}}"#).as_bytes()).unwrap().template_arguments;
+        assert_eq!(said.map(|said| serde_json::Value::Object(said).to_string()).as_deref(), expected);
+    }
     // Another server's info, and nonsense.
     assert_eq!(facts_of(br#"{"vllm_config":"x"}"#), Ok(Facts::default()));
     assert_eq!(facts_of(br#"{"page_size":0,"dp_size":-1}"#).unwrap().kv_block_size, None);
@@ -123,6 +134,7 @@ fn the_record_goes_before_the_answer() {
         dp_size: Some(2),
         kv_events_endpoint: Some("tcp://h:1".to_owned()),
         kv_replay_endpoint: Some("tcp://h:2".to_owned()),
+        template_arguments: serde_json::json!({"a": 1}).as_object().cloned(),
     };
     let open = facts.complete(&WorkerRecord::new("w", "http://h:1"));
     assert_eq!((open.model_name.as_str(), open.engine.as_str()), ("asked", "vllm"));
@@ -136,4 +148,8 @@ fn the_record_goes_before_the_answer() {
     assert_eq!((complete.model_name.as_str(), complete.kv_block_size), ("said", Some(64)));
     // A worker dedicated to one rank does not become a rank-multiplexed one.
     assert_eq!(complete.dp_size, None);
+
+    assert_eq!(open.default_chat_template_kwargs, facts.template_arguments);
+    stated.default_chat_template_kwargs = Some(serde_json::Map::new());
+    assert_eq!(facts.complete(&stated).default_chat_template_kwargs, Some(serde_json::Map::new()));
 }

@@ -3,6 +3,7 @@
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
+use serde::de::{Deserializer as _, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::*;
@@ -85,7 +86,6 @@ fn what_is_no_object_is_refused_with_a_reason() {
         "{\"a\":\"\\x\"}",
         "{\"a\":\"\n\"}",
         "{'a':1}",
-        "{\"a\":NaN}",
         "\u{feff}{}",
     ];
     for other in broken {
@@ -205,8 +205,8 @@ fn random_objects_and_edits_agree_with_a_parsed_model() {
         let message = format!("seed {seed}, round {round}: {body} with {edits:?} gave {output}");
         assert_eq!(pairs(&output), model(pairs(&body), &edits), "{message}");
         // Unedited bytes are the client's own.
-        for member in &members(&body).list {
-            if !edits.0.iter().any(|(key, _)| members(&body).key_is(member, key)) {
+        for member in members(&body).outline.members() {
+            if !edits.0.iter().any(|(key, _)| members(&body).outline.key_is(member, key)) {
                 assert!(output.contains(&body[member.start..member.value.end]), "{message}");
             }
         }

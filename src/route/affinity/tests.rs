@@ -95,7 +95,7 @@ fn modes_cover_roles() {
 
 /// The first worker refuses turn 1 and the second serves it: turn 2 must not go to the one that never had it.
 #[test]
-fn a_session_is_bound_by_service_and_not_by_choice() {
+fn b35_a_session_is_bound_by_service_and_not_by_choice() {
     let fixture = Fixture::new(64);
     let refused = fixture.turn(1, 10, &[10, 20]);
     assert_eq!(refused.target().0, 10);
@@ -115,7 +115,7 @@ fn a_turn_that_ends_unserved_binds_nothing() {
 }
 
 #[test]
-fn two_turns_at_once_agree_before_either_is_served() {
+fn b35_two_turns_at_once_agree_before_either_is_served() {
     let fixture = Fixture::new(64);
     let first = fixture.turn(1, 10, &[10, 20]);
     let second = fixture.turn(1, 20, &[10, 20]);
@@ -139,7 +139,7 @@ fn a_claim_that_comes_second_follows_the_first() {
 }
 
 #[test]
-fn a_session_whose_target_is_gone_moves_once_and_stays() {
+fn b35_a_session_whose_target_is_gone_moves_once_and_stays() {
     let fixture = Fixture::new(64);
     assert_eq!(fixture.served(1, 10, &[10, 20, 30]), 10);
     assert_eq!(fixture.served(1, 20, &[20, 30]), 20);
@@ -187,7 +187,7 @@ fn idle_sessions_expire_and_busy_ones_do_not() {
 }
 
 #[test]
-fn a_joining_worker_moves_no_session_and_a_leaving_one_only_its_own() {
+fn b35_a_joining_worker_moves_no_session_and_a_leaving_one_only_its_own() {
     let fixture = Fixture::new(1 << 16);
     let before: Vec<u64> = (0..10_000).map(|session| fixture.served(session, session % 4, &[0, 1, 2, 3])).collect();
     let joined: Vec<u64> = (0..10_000).map(|session| fixture.served(session, 4, &[0, 1, 2, 3, 4])).collect();
@@ -199,7 +199,7 @@ fn a_joining_worker_moves_no_session_and_a_leaving_one_only_its_own() {
 }
 
 #[test]
-fn a_flood_of_names_is_bounded_and_spares_busy_sessions() {
+fn b35_a_flood_of_names_is_bounded_and_spares_busy_sessions() {
     let fixture = Fixture::new(256);
     let busy = fixture.turn(u64::MAX, 1, &[1]);
     busy.served();

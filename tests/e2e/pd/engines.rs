@@ -59,10 +59,18 @@ fn every_protocol_serves_over_engines_that_depend_on_each_other() {
                 assert_eq!(answer.status, 200, "{protocol:?} {ranks}: {}", answer.text());
                 assert_eq!(answer.json()["usage"]["completion_tokens"], 3);
             }
+            let has_responses = protocol != PdProtocol::AtomMooncake;
+            for stream in [false, true].into_iter().filter(|_| has_responses) {
+                let body = json!({"model": "demo", "input": "able", "stream": stream, "max_output_tokens": 3});
+                let answer = router.post("/v1/responses", &body.to_string());
+                assert!(answer.status == 200 && answer.complete, "{protocol:?} {ranks}: {}", answer.text());
+                let end = if stream { "event: response.incomplete\n" } else { r#""output_tokens":3"# };
+                assert!(answer.text().contains(end), "{protocol:?}: {}", answer.text());
+            }
             router.wait_for_rest();
             wait_until_idle(&engines);
             let counts = engines[0].state().transfers;
-            let expected = if protocol == PdProtocol::AtomMooncake { 6 } else { 7 };
+            let expected = if protocol == PdProtocol::AtomMooncake { 6 } else { 9 };
             assert_eq!((counts.delivered, counts.freed, counts.stranded), (expected, 0, 0), "{protocol:?}");
             assert_eq!((counts.collisions, counts.misdirected), (0, 0), "{protocol:?}");
             // Prefill computed one token per request, decode all others.
@@ -71,9 +79,9 @@ fn every_protocol_serves_over_engines_that_depend_on_each_other() {
     }
 }
 
-/// 500 clients that leave at random moments, over each way of pairing: no booking and no KV is left behind.
+/// Field report B40: 500 clients that leave at random moments, over each way of pairing: no booking and no KV is left behind.
 #[test]
-fn after_500_aborts_at_random_moments_nothing_is_left() {
+fn b40_after_500_aborts_at_random_moments_nothing_is_left() {
     let seed: u64 = std::env::var("PD_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(rand_seed);
     println!("PD_SEED={seed}");
     for (protocol, aborts) in

@@ -32,7 +32,7 @@ fn both_legs_carry_one_fresh_room_and_the_decode_answer_reaches_the_client() {
     assert_ne!(left[0]["bootstrap_room"], left[1]["bootstrap_room"]);
     // The prefill leg is no stream; the decode leg is what the client asked for.
     assert_eq!((&left[1]["stream"], &right[1]["stream"]), (&json!(false), &json!(true)));
-    router.wait_for_rest();
+    at_rest(&router);
     assert_eq!(router.metric(r#"infera_requests_total{outcome="ok",router="disagg"}"#), Some(2.0));
     assert_eq!((aborts(&prefill), aborts(&decode)), (vec![], vec![]), "nothing is aborted when all went well");
 }
@@ -53,7 +53,7 @@ fn b36_a_prefill_refusal_reaches_the_client_at_once_and_ends_decode() {
     let rids: Vec<String> = bodies(&decode).iter().map(|body| body["rid"].as_str().unwrap().to_owned()).collect();
     wait_until("decode is told", || rids.iter().all(|rid| aborts(&decode).contains(rid)));
     assert_eq!(prefill.requests() - aborts(&prefill).len(), 2, "a client's mistake is not tried again");
-    router.wait_for_rest();
+    at_rest(&router);
 }
 
 /// Prefill workers that fail in the ways of the field report.
@@ -85,7 +85,7 @@ fn b36_a_failed_prefill_ends_decode_and_another_pair_serves_with_fresh_ids() {
         wait_until("decode legs of failed pairs are gone", || decode.closed().len() == failed);
         let rooms: HashSet<String> = bodies(&decode).iter().map(|body| body["bootstrap_room"].to_string()).collect();
         assert_eq!(rooms.len(), bodies(&decode).len(), "{name}: a room was used twice");
-        router.wait_for_rest();
+        at_rest(&router);
         assert!(router.metric_sum("infera_router_retries_total") >= failed as f64);
     }
 }
@@ -107,7 +107,7 @@ fn b36_without_another_pair_the_error_names_the_prefill_leg() {
         assert!(asked.elapsed() < SOON, "{name}");
         // Decode may not have been reached before prefill was refused.
         wait_until("the decode leg is gone", || decode.closed().len() == bodies(&decode).len());
-        router.wait_for_rest();
+        at_rest(&router);
     }
 }
 
@@ -123,10 +123,10 @@ fn b36_a_prefill_answer_behind_the_decode_answer_is_normal() {
     let router = sglang(&[prefill.address], &[decode.address]);
     assert_eq!(ask(&router, true).status, 200);
     // The drain holds no booking.
-    router.wait_for_rest();
+    at_rest(&router);
     released.store(true, Ordering::SeqCst);
     assert_eq!(ask(&router, false).status, 200);
-    router.wait_for_rest();
+    at_rest(&router);
     assert_eq!((aborts(&prefill), aborts(&decode)), (vec![], vec![]));
 }
 
@@ -144,7 +144,7 @@ fn b04_decodes_own_words_reach_the_client() {
         wait_until("the prefill leg is gone", || prefill.closed().len() == 1);
         let rid = bodies(&prefill)[0]["rid"].as_str().unwrap().to_owned();
         wait_for_aborts(&prefill, &[rid]);
-        router.wait_for_rest();
+        at_rest(&router);
     }
 }
 
@@ -167,7 +167,7 @@ fn a_decode_failure_before_its_first_byte_goes_to_another_pair() {
         assert!(!bodies(&failing).is_empty(), "{name}");
         let rooms: HashSet<String> = bodies(&prefill).iter().map(|body| body["bootstrap_room"].to_string()).collect();
         assert_eq!(rooms.len(), bodies(&prefill).len(), "{name}: every attempt has a room of its own");
-        router.wait_for_rest();
+        at_rest(&router);
     }
     // Alone, its own answer is the last word.
     let (prefill, decode) = (done(), unavailable());
@@ -199,7 +199,7 @@ fn a_stream_without_its_terminator_is_an_error_and_aborts_the_pair() {
         let rid = bodies(&decode)[0]["rid"].as_str().unwrap().to_owned();
         wait_for_aborts(&prefill, std::slice::from_ref(&rid));
         wait_for_aborts(&decode, &[rid]);
-        router.wait_for_rest();
+        at_rest(&router);
         assert_eq!(router.metric(r#"infera_requests_total{outcome="error",router="disagg"}"#), Some(1.0));
     }
 }
@@ -219,7 +219,7 @@ fn b51_after_the_first_byte_nothing_is_replayed() {
     let answer = ask(&router, true);
     assert!(!answer.complete && answer.text().contains("\"A\""), "{}", answer.text());
     assert_eq!(bodies(&decode).len() + bodies(&other).len(), 1);
-    router.wait_for_rest();
+    at_rest(&router);
 }
 
 #[test]
@@ -240,14 +240,14 @@ fn b05_a_client_that_leaves_ends_both_legs_one_abort_per_sample() {
         wait_for_aborts(&prefill, &rids);
         wait_for_aborts(&decode, &rids);
         assert!(left.elapsed() < SOON);
-        router.wait_for_rest();
+        at_rest(&router);
         let outcome = r#"infera_requests_total{outcome="stream_failed",router="disagg"}"#;
         wait_until("it is counted", || router.metric(outcome) == Some(1.0));
     }
 }
 
 #[test]
-fn a_client_that_leaves_in_mid_stream_ends_the_pair_and_one_that_leaves_behind_the_terminator_does_not() {
+fn b40_a_client_that_leaves_in_mid_stream_ends_the_pair_and_one_that_leaves_behind_the_terminator_does_not() {
     for terminated in [false, true] {
         let prefill = done();
         let decode = leg(move |_, conversation| {
@@ -270,7 +270,7 @@ fn a_client_that_leaves_in_mid_stream_ends_the_pair_and_one_that_leaves_behind_t
         }
         drop(connection);
         wait_until("the decode leg is gone", || decode.closed().len() == 1);
-        router.wait_for_rest();
+        at_rest(&router);
         let rid = bodies(&decode)[0]["rid"].as_str().unwrap().to_owned();
         if terminated {
             // Nothing to wait for but time: an abort call would come within this.
@@ -338,7 +338,7 @@ fn the_prefill_load_is_released_with_decode_or_with_the_prefill_leg() {
         wait_until("the prefill load is as the mode says", || inflight(&prefill) == expected_while_decoding);
         assert_eq!(inflight(&decode), 1.0, "{mode}");
         drop(connection);
-        router.wait_for_rest();
+        at_rest(&router);
     }
 }
 
@@ -359,7 +359,7 @@ fn the_drain_timeout_starts_when_decode_ends_and_then_aborts_the_pair() {
     let answer = ask(&router, true);
     assert!(answer.complete && answer.text().ends_with("data: [DONE]\n\n"));
     let ended = Instant::now();
-    router.wait_for_rest();
+    at_rest(&router);
     wait_until("the prefill leg is gone", || prefill.closed().len() == 1);
     assert!(prefill.closed()[0] + Duration::from_millis(100) > ended, "it was ended before decode was");
     let rid = bodies(&decode)[0]["rid"].as_str().unwrap().to_owned();
@@ -385,5 +385,5 @@ fn responses_are_whole_with_their_closing_event() {
     assert!(answer.complete && answer.status == 200, "{}", answer.text());
     assert_eq!(bodies(&decode)[0]["request_id"], bodies(&decode)[0]["rid"]);
     assert!(!router.post("/v1/responses", r#"{"model":"m","input":"cut","stream":true}"#).complete);
-    router.wait_for_rest();
+    at_rest(&router);
 }

@@ -1,6 +1,7 @@
 //! Requests that a prefill and a decode worker share: every way in which a leg can end, over scripted workers and over
 //! simulated engines that depend on each other.
 
+mod concurrent;
 mod engines;
 mod legs;
 mod ranks;
@@ -25,7 +26,7 @@ const SOON: Duration = Duration::from_secs(2);
 fn record(address: SocketAddr, role: &str, protocol: &str, more: Value) -> Value {
     let params = json!({"bootstrap_addr": address.to_string(), "engine_id": "eng", "host": address.ip().to_string(),
         "http_port": address.port(), "handshake_port": 6301, "tp_size": 1, "dp_size": 1,
-        "kv_connector_extra_config": {"handshake_port": 6301, "notify_port": 61005, "tp_size": 1}});
+        "kv_connector_extra_config": {"handshake_port": address.port(), "notify_port": 61005, "tp_size": 1}});
     let mut record = json!({"worker_id": address.to_string(), "url": format!("http://{address}"), "model_name": "m",
         "disagg_mode": role, "disagg_meta": {"protocol": protocol, "params": params}, "kv_block_size": 16});
     record.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -126,6 +127,12 @@ fn aborts(worker: &Worker) -> Vec<String> {
     let mut rids: Vec<String> = calls.map(|seen| body_of(&seen)["rid"].as_str().unwrap_or("none").to_owned()).collect();
     rids.sort();
     rids
+}
+
+/// Nothing is booked, and no KV was given up.
+fn at_rest(router: &Router) {
+    router.wait_for_rest();
+    assert_eq!(router.metric("infera_router_pd_stranded_transfers_total"), Some(0.0));
 }
 
 fn ask(router: &Router, stream: bool) -> Answer {

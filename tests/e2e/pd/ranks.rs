@@ -72,5 +72,5 @@ fn b41_pins_stay_with_their_leg_and_are_checked() {
         );
     }
     assert_eq!(prefill.requests() + decode.requests(), before, "nothing was sent");
-    router.wait_for_rest();
+    at_rest(&router);
 }

@@ -29,7 +29,7 @@ fn the_prefill_answer_tells_decode_where_the_kv_is() {
     // Decode keeps the client's own bytes; the handoff is passed on as it is spelled.
     let expected = format!("{},\"kv_transfer_params\":{HANDOFF}}}", &body[..body.len() - 1]);
     assert_eq!(String::from_utf8(right.body).unwrap(), expected);
-    router.wait_for_rest();
+    at_rest(&router);
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn b36_a_failed_prefill_never_dispatches_decode() {
             _ => assert!(answer.text().contains("prefill worker"), "{}", answer.text()),
         }
         assert_eq!(decode.requests(), 0);
-        router.wait_for_rest();
+        at_rest(&router);
     }
     let (healthy, decode, dead) = (nixl_prefill(), decoding(), refusing());
     let router = nixl(&[dead.address, healthy.address], &[decode.address]);
@@ -74,7 +74,7 @@ fn kv_that_a_failed_decode_worker_did_not_take_is_freed_through_another() {
     for _ in 0..4 {
         assert_eq!(ask(&router, true).status, 200);
     }
-    router.wait_for_rest();
+    at_rest(&router);
     // Each request is one stream; each dead pick left KV that a short request freed.
     let prefills = bodies(&prefill).len();
     assert!(prefills > 4, "the dead worker was never picked");
@@ -117,7 +117,7 @@ fn b40_a_client_that_leaves_during_prefill_frees_the_slot() {
     assert_eq!(router.post("/v1/completions", r#"{"model":"m","prompt":"short"}"#).status, 200);
     assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
     assert_eq!(bodies(&decode).len(), 1, "decode never hears of the others");
-    router.wait_for_rest();
+    at_rest(&router);
 }
 
 /// Between the legs: the prefill answer is on its way when the client leaves.
@@ -136,6 +136,6 @@ fn b40_kv_of_a_client_that_left_between_the_legs_is_freed() {
     let short = &bodies(&decode)[0];
     assert_eq!((&short["max_tokens"], &short["stream"]), (&json!(1), &json!(false)));
     assert_eq!(short["kv_transfer_params"]["remote_engine_id"], "e");
-    router.wait_for_rest();
+    at_rest(&router);
     assert_eq!(router.metric("infera_router_pd_stranded_transfers_total"), Some(0.0));
 }

@@ -95,7 +95,7 @@ fn a_gateway_names_both_workers_in_direct_mode() {
     assert_eq!((answer.status, answer.header("retry-after").is_some()), (503, true));
     // A decode worker is no prefill worker.
     assert_eq!(ask(&format!("x-prefill-instance-id: {}\r\n", decode.address)).status, 503);
-    router.wait_for_rest();
+    at_rest(&router);
 }
 
 #[test]

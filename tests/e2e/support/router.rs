@@ -25,6 +25,7 @@ pub struct Start {
     policy: &'static str,
     port: u16,
     shards: u32,
+    patience: Duration,
 }
 
 /// A router on a free port of 127.0.0.1 with one shard; more by [`Start::arg`].
@@ -42,7 +43,7 @@ pub fn router_without_io_uring() -> Start {
 
 fn start(mut command: Command) -> Start {
     command.env("RUST_LOG", "info").stdin(Stdio::null());
-    Start { command, host: "127.0.0.1", policy: "kv-aware", port: 0, shards: 1 }
+    Start { command, host: "127.0.0.1", policy: "kv-aware", port: 0, shards: 1, patience: PATIENCE }
 }
 
 impl Start {
@@ -68,6 +69,12 @@ impl Start {
 
     pub fn shards(mut self, shards: u32) -> Self {
         self.shards = shards;
+        self
+    }
+
+    /// How long the start may take; a large tokenizer in a debug build takes its time.
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
         self
     }
 
@@ -99,6 +106,7 @@ impl Start {
 
     /// Starts and waits for the listening line.
     pub fn start(self) -> Router {
+        let deadline = Instant::now() + self.patience;
         let mut child = self.command().stderr(Stdio::piped()).stdout(Stdio::null()).spawn().expect("the router starts");
         let log = Arc::new(Mutex::new(Vec::new()));
         let stderr = child.stderr.take().expect("stderr is piped");
@@ -109,7 +117,6 @@ impl Start {
             }
         });
         let mut router = Router { child, address: ([0, 0, 0, 0], 0).into(), log };
-        let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(address) = router.log_lines().iter().find_map(|line| listening_address(line)) {
                 router.address = address;

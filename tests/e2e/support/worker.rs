@@ -36,6 +36,8 @@ struct State {
     seen: Mutex<Vec<Seen>>,
     closed: Mutex<Vec<Instant>>,
     stopped: AtomicBool,
+    /// The next request is left unread.
+    deaf: AtomicBool,
 }
 
 /// A running scripted worker; stopped when dropped.
@@ -59,7 +61,12 @@ pub fn worker(script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Syn
 pub fn worker_at(bind: &str, script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Sync + 'static) -> Worker {
     let listener = TcpListener::bind(bind).expect("bind");
     let address = listener.local_addr().expect("an address");
-    let state = Arc::new(State { seen: Mutex::default(), closed: Mutex::default(), stopped: AtomicBool::new(false) });
+    let state = Arc::new(State {
+        seen: Mutex::default(),
+        closed: Mutex::default(),
+        stopped: AtomicBool::new(false),
+        deaf: AtomicBool::new(false),
+    });
     let (accepting, script) = (state.clone(), Arc::new(script));
     std::thread::spawn(move || {
         for stream in listener.incoming().map_while(Result::ok) {
@@ -85,6 +92,13 @@ pub fn dead_address() -> SocketAddr {
 
 fn converse(mut stream: TcpStream, state: &State, script: &dyn Fn(&Seen, &mut Conversation<'_>) -> Then) {
     let mut reader = BufReader::new(stream.try_clone().expect("clone"));
+    let mut first = [0; 4];
+    if stream.peek(&mut first).is_ok() && first == *b"POST" && state.deaf.swap(false, Ordering::SeqCst) {
+        while !state.stopped.load(Ordering::SeqCst) {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        return;
+    }
     while let Some(seen) = read_request(&mut reader) {
         if is_question(&seen) {
             let mut conversation = Conversation { stream: &mut stream, worker: state };
@@ -105,7 +119,9 @@ fn converse(mut stream: TcpStream, state: &State, script: &dyn Fn(&Seen, &mut Co
 /// KV events does, and not counted among the requests of the test.
 fn is_question(seen: &Seen) -> bool {
     let info = ["/v1/models", "/kv_event_sources", "/server_info", "/get_server_info", "/v1/server_info", "/metrics"];
-    seen.method == "GET" && info.contains(&seen.target.as_str())
+    let tokenize = ["/tokenize", "/v1/tokenize"];
+    (seen.method == "GET" && info.contains(&seen.target.as_str()))
+        || (seen.method == "POST" && tokenize.contains(&seen.target.as_str()))
 }
 
 fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Seen> {
@@ -190,6 +206,16 @@ impl Worker {
 
     pub fn requests(&self) -> usize {
         self.state.seen.lock().expect("seen").len()
+    }
+
+    /// Leaves the next new connection's request in the socket for ever, without reading any of it. One that is larger
+    /// than the socket's buffers is then never delivered.
+    pub fn be_deaf_once(&self) {
+        self.state.deaf.store(true, Ordering::SeqCst);
+    }
+
+    pub fn is_deaf(&self) -> bool {
+        self.state.deaf.load(Ordering::SeqCst)
     }
 
     /// When [`Conversation::wait_for_close`] saw the router close, in order.

@@ -57,12 +57,12 @@ pub(in super::super) fn plan(
     if disagg.protocol.is_sglang() {
         return sglang(engine, disagg, request, body, sequences, rank);
     }
-    if disagg.protocol == PdProtocol::AtomMooncake && kind == Kind::Chat {
+    if disagg.protocol == PdProtocol::AtomMooncake && kind != Kind::Text {
         return refuse("kv_transfer_params is not taken on this path");
     }
     let parameters = &body["kv_transfer_params"];
     match disagg.role {
-        PdRole::Prefill => vllm_prefill(engine, disagg, body, parameters, sequences, rank),
+        PdRole::Prefill => vllm_prefill(engine, disagg, kind, body, sequences, rank),
         PdRole::Decode => vllm_decode(disagg, request, body, parameters),
     }
 }
@@ -110,16 +110,18 @@ fn sglang(
 fn vllm_prefill(
     engine: &Engine,
     disagg: &Disagg,
+    kind: Kind,
     body: &Value,
-    parameters: &Value,
     sequences: usize,
     rank: usize,
 ) -> Result<Plan, ApiError> {
+    let parameters = &body["kv_transfer_params"];
     if parameters["do_remote_decode"] != true || parameters["do_remote_prefill"] != false {
         return refuse("a prefill request needs kv_transfer_params with do_remote_decode");
     }
     // A real engine would stream or generate to the end, for nobody.
-    if body["stream"] == true || body["max_tokens"] != 1 || sequences != 1 {
+    let limit = if kind == Kind::Responses { "max_output_tokens" } else { "max_tokens" };
+    if body["stream"] == true || body[limit] != 1 || sequences != 1 {
         return refuse("a prefill request is for one sequence, one token and no stream");
     }
     let name = match disagg.protocol {

@@ -1,7 +1,7 @@
 //! Owns the table of a prefill engine's transfers: named KV from the start of its computation until it is pulled, freed
 //! or given up. Pure but for its clock argument; never does IO.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::net::signal::Latch;
@@ -71,7 +71,8 @@ pub(super) enum Pulled {
 #[derive(Default)]
 pub(super) struct Transfers {
     entries: HashMap<String, Entry>,
-    ended: HashSet<String>,
+    /// Whether a prefill request had begun under the name: one that was given up before is no reuse when it comes.
+    ended: HashMap<String, bool>,
     ended_order: VecDeque<String>,
     counts: TransferCounts,
 }
@@ -85,8 +86,9 @@ impl Transfers {
     /// A prefill request starts computing under `name`. False when the name is or was in use.
     pub fn begin(&mut self, name: &str, rank: u32, abort_name: Option<String>, now: Instant) -> bool {
         let expected = self.entries.get(name).is_some_and(|entry| entry.stage == Stage::Expected);
-        if self.ended.contains(name) || (!expected && self.entries.contains_key(name)) {
-            self.counts.collisions += 1;
+        let ended = self.ended.get(name).copied();
+        if ended.is_some() || (!expected && self.entries.contains_key(name)) {
+            self.counts.collisions += u64::from(ended != Some(false));
             return false;
         }
         let waiting = self.entries.remove(name);
@@ -111,7 +113,7 @@ impl Transfers {
 
     /// Takes the KV if it is there. `rank` is the one that the decode request names.
     pub fn pull(&mut self, name: &str, rank: Option<u32>, now: Instant) -> Pulled {
-        if self.ended.contains(name) {
+        if self.ended.contains_key(name) {
             return Pulled::Ended;
         }
         let expected =
@@ -171,8 +173,11 @@ impl Transfers {
     }
 
     fn end(&mut self, name: &str) {
-        wake(self.entries.remove(name));
-        if self.ended.insert(name.to_string()) {
+        let entry = self.entries.remove(name);
+        let has_begun = entry.as_ref().is_some_and(|entry| entry.stage != Stage::Expected);
+        wake(entry);
+        if !self.ended.contains_key(name) {
+            self.ended.insert(name.to_string(), has_begun);
             self.ended_order.push_back(name.to_string());
         }
         if self.ended_order.len() > ENDED_MAX
@@ -214,6 +219,10 @@ mod tests {
         let watch = transfers.watch("b").expect("it is there");
         assert_eq!(transfers.abort_named(&|name: &str| name == "rid-b"), 1);
         assert!(watch.is_open());
+
+        // Its decode request left before the prefill request came: refused, and no collision.
+        assert!(!transfers.free("early"));
+        assert!(!transfers.begin("early", 0, None, now));
 
         assert!(transfers.begin("c", 0, None, now));
         transfers.ready("c", now);

@@ -1,0 +1,18 @@
+//! What is fuzzed: functions of bytes that panic when a promise is broken. Each returns a digest of what happened, by which
+//! the driver tells inputs that reach something new from those that do not. Shared by the driver that runs with every
+//! `cargo test` and by the coverage-guided targets of `tests/fuzz/coverage`; owns no inputs and no clock.
+
+pub mod kv_events;
+
+/// One fuzz target.
+pub struct Target {
+    pub name: &'static str,
+    pub run: fn(&[u8]) -> u64,
+}
+
+/// All targets. A new one needs a line here, inputs to begin with in `seeds.rs`, and three lines in `coverage/fuzz_targets`.
+pub const TARGETS: &[Target] = &[
+    Target { name: "kv_frames", run: kv_events::frames },
+    Target { name: "kv_payload", run: kv_events::payload },
+    Target { name: "kv_state", run: kv_events::state },
+];
