@@ -32,12 +32,15 @@ pub struct Suffix {
 /// One worker's message for the index: a whole payload, as it comes from the socket.
 pub type Payload = Vec<u8>;
 
+/// Engine's names of a prompt's blocks, first to last, by its tokens.
+pub type Naming = fn(&[u32]) -> Vec<u64>;
+
 pub struct Workload {
     random: fastrand::Rng,
     salts: Vec<u64>,
     conversation: Vec<u32>,
     systems: Vec<Vec<u32>>,
-    naming: Option<fn(&[u32]) -> Vec<u64>>,
+    naming: Option<Naming>,
 }
 
 /// `blocks` blocks of random tokens.
@@ -59,7 +62,7 @@ impl Workload {
     }
 
     /// The same with names that all workers share: what `naming` calls the blocks of a prompt.
-    pub fn with_naming(seed: u64, naming: fn(&[u32]) -> Vec<u64>) -> Self {
+    pub fn with_naming(seed: u64, naming: Naming) -> Self {
         Self { naming: Some(naming), ..Self::new(seed) }
     }
 

@@ -229,7 +229,8 @@ fn publish(
     let count = publishers.len();
     while !stop.load(Ordering::Relaxed) {
         let due = started.elapsed().as_micros() as u64 * rate / 1_000_000 / EVENT_BLOCKS as u64;
-        for _ in messages..due.min(messages + 1_000) {
+        let end = due.min(messages + 1_000);
+        while messages < end {
             let worker = messages as usize % count;
             let publisher = &mut publishers[worker];
             let turn = publisher.turn;
@@ -304,8 +305,9 @@ fn read(
             }
             Some(_) if ingest.stats.ledger_messages.get() >= messages_wanted => {
                 to_core_us.push(booked_at.elapsed().as_micros() as u64);
+                // Its end is the next message; the core may have read it before this thread looks again.
+                let released = messages_wanted + 1;
                 booking = None;
-                let released = ingest.stats.ledger_messages.get() + 1;
                 let deadline = Instant::now() + PATIENCE;
                 while ingest.stats.ledger_messages.get() < released && Instant::now() < deadline {
                     std::thread::sleep(Duration::from_micros(arguments.look_every_us));
