@@ -5,7 +5,7 @@ mod parity;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::worker::{Generation, Name, Role, WorkerRecord};
@@ -51,6 +51,7 @@ pub struct Worker {
     /// Path in front of every request's path (the URL's own path without its trailing slash), mostly empty.
     pub base_path: String,
     pub state: WorkerState,
+    pub health: Arc<WorkerHealth>,
     /// Id of the template arguments that the engine adds to every chat; absent where they are not known, and the fleet's
     /// are taken for them.
     pub variant: Option<u64>,
@@ -146,6 +147,108 @@ impl TargetLoad {
     }
 }
 
+/// Where a worker stands with the circuit breaker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HealthState {
+    #[default]
+    Well,
+    /// No requests before a time; then one probe.
+    Open,
+    /// A probe is under way; its place is free again after a time.
+    Probing,
+    /// Not faulty, but it has asked for time.
+    Resting,
+}
+
+/// All that the circuit breaker knows of a worker, as one value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HealthWord {
+    pub state: HealthState,
+    /// End of the state, milliseconds of the router's own clock; 40 bits, which is 34 years.
+    pub until_ms: u64,
+    /// How often the cool-down has doubled; 6 bits.
+    pub level: u32,
+    /// Faults in a row while well; 16 bits, the largest stands for more.
+    pub faults: u32,
+}
+
+impl HealthWord {
+    const UNTIL_MAX: u64 = (1 << 40) - 1;
+
+    fn pack(self) -> u64 {
+        let state = match self.state {
+            HealthState::Well => 0,
+            HealthState::Open => 1,
+            HealthState::Probing => 2,
+            HealthState::Resting => 3,
+        };
+        let (level, faults) = (self.level.min(63), self.faults.min(u32::from(u16::MAX)));
+        state | self.until_ms.min(Self::UNTIL_MAX) << 2 | u64::from(level) << 42 | u64::from(faults) << 48
+    }
+
+    fn unpack(word: u64) -> Self {
+        let state = match word & 3 {
+            0 => HealthState::Well,
+            1 => HealthState::Open,
+            2 => HealthState::Probing,
+            _ => HealthState::Resting,
+        };
+        let (level, faults) = ((word >> 42 & 63) as u32, (word >> 48) as u32);
+        HealthWord { state, until_ms: word >> 2 & Self::UNTIL_MAX, level, faults }
+    }
+}
+
+/// A worker's standing with the circuit breaker; changed by `crate::breaker` only. Lives as long as the registration
+/// at one address: a worker that comes back is a new one.
+#[derive(Debug, Default)]
+pub struct WorkerHealth {
+    word: AtomicU64,
+    trips: AtomicU64,
+    /// Workers of the fleet that are not well, this one included while it is not.
+    ailing: Arc<AtomicUsize>,
+}
+
+impl WorkerHealth {
+    /// A worker that is well, counted in `ailing` while it is not.
+    pub fn new(ailing: Arc<AtomicUsize>) -> Self {
+        Self { word: AtomicU64::default(), trips: AtomicU64::default(), ailing }
+    }
+
+    pub fn read(&self) -> HealthWord {
+        HealthWord::unpack(self.word.load(Ordering::Relaxed))
+    }
+
+    /// Times that the worker was opened.
+    pub fn trips(&self) -> u64 {
+        self.trips.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn tripped(&self) {
+        self.trips.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Replaces the word by what `change` makes of it, in one step; gives both, or nothing where `change` wants none.
+    pub(crate) fn update(&self, change: impl Fn(HealthWord) -> Option<HealthWord>) -> Option<(HealthWord, HealthWord)> {
+        let packed = |word| change(HealthWord::unpack(word)).map(HealthWord::pack);
+        let before = HealthWord::unpack(self.word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, packed).ok()?);
+        let after = change(before)?;
+        match (before.state == HealthState::Well, after.state == HealthState::Well) {
+            (true, false) => _ = self.ailing.fetch_add(1, Ordering::Relaxed),
+            (false, true) => _ = self.ailing.fetch_sub(1, Ordering::Relaxed),
+            _ => {}
+        }
+        Some((before, after))
+    }
+}
+
+impl Drop for WorkerHealth {
+    fn drop(&mut self) {
+        if self.read().state != HealthState::Well {
+            self.ailing.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
 /// Identity of one state of a target's record; a fresh one whenever anything in the record changes, and never
 /// reused. What was true of a worker under another record (a session's cache on it) need not be now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -196,12 +299,20 @@ pub struct Fleet {
     pub targets: Vec<Target>,
     /// Pools by model name. A model is listed exactly while it has at least one routable target.
     pub models: BTreeMap<Name, ModelPool>,
+    /// Workers, of this fleet or of one before it, that the circuit breaker knows as not well; mostly 0, and then no
+    /// pick looks at any worker's own state.
+    pub ailing: Arc<AtomicUsize>,
 }
 
 impl Fleet {
     /// Workers that requests may go to.
     pub fn active_workers(&self) -> usize {
         self.workers.iter().filter(|worker| worker.state == WorkerState::Active).count()
+    }
+
+    /// Whether any worker is not well.
+    pub fn has_ailing(&self) -> bool {
+        self.ailing.load(Ordering::Relaxed) > 0
     }
 }
 
@@ -248,6 +359,7 @@ pub(crate) mod fixtures {
                 authority: member.id.to_owned(),
                 base_path: String::new(),
                 state: WorkerState::Active,
+                health: Arc::new(WorkerHealth::new(fleet.ailing.clone())),
                 variant: None,
             });
             fleet.workers.push(worker.clone());

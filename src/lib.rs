@@ -13,6 +13,7 @@ pub mod index;
 // Prompt.
 pub mod prompt;
 // Decide.
+pub mod breaker;
 pub mod decode_demand;
 pub mod load;
 pub mod route;
@@ -30,3 +31,4 @@ pub mod inspect;
 pub mod logging;
 pub mod metrics;
 pub mod parity;
+pub mod supervise;

@@ -121,6 +121,13 @@ pub const PREFILL_ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Workers whose disaggregation parameters each shard keeps parsed.
 pub const PEERS_MAX: usize = 16_384;
 
+/// Longest wait before the second retry of a request, milliseconds; it doubles with each further one.
+pub const RETRY_DELAY_MS: u64 = 25;
+pub const RETRY_DELAY_DOUBLINGS_MAX: usize = 5;
+
+/// Bytes of an error event in a stream that are read to learn whose mistake it was.
+pub const STREAM_ERROR_BYTES_MAX: usize = 4 << 10;
+
 /// Workers named in the message about a pool without a compatible pair.
 pub const NAMED_WORKERS_MAX: usize = 4;
 

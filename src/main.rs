@@ -2,9 +2,8 @@
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::Context;
 use infera_router::admin::{Admin, AdminState};
 use infera_router::config::{self, Config, InspectCommand, Invocation};
 use infera_router::discovery::Discovery;
@@ -12,12 +11,11 @@ use infera_router::ingest::self_heal::SelfHeal;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
-use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Settings, Shared, Steering};
+use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Shared, Steering, Surface};
 use infera_router::route::Policy;
+use infera_router::supervise::{self, End, Supervisor};
 use infera_router::{inspect, logging, parity};
 use infera_shards::Engine;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 use tracing::{info, warn};
 
 #[global_allocator]
@@ -44,8 +42,7 @@ fn main() -> ExitCode {
 
 fn serve(config: &Config) -> anyhow::Result<()> {
     let log = logging::start(config.log_format);
-    // Before any thread is started, so that a signal during start is not lost.
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot install signal handlers")?;
+    let supervisor = Supervisor::start()?;
     config.effective().for_each(|line| tracing::debug!("{line}"));
     config.warnings.iter().for_each(|warning| warn!("{warning}"));
 
@@ -73,7 +70,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
     let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
-    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry()));
+    let worker_key = config.access.worker_key.as_ref();
+    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), worker_key));
     let heal = heal.transpose()?;
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(
@@ -87,13 +85,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     .with_prompter(prompter.clone());
     let admin = Admin::start(AdminState { view: ingest.view.clone(), policy: config.policy, page })?;
     let shared = Arc::new(Shared {
-        settings: Settings {
-            policy: config.policy,
-            overlap_weight: config.kv_overlap_weight,
-            host_tier_weight: config.kv_host_tier_weight,
-            retries_max: config.request_retries_max,
-            disaggregation: config.disaggregation.clone(),
-        },
+        settings: config.request_settings(),
         view: ingest.view.clone(),
         ledger: ingest.ledger.clone(),
         prompter,
@@ -108,9 +100,19 @@ fn serve(config: &Config) -> anyhow::Result<()> {
 
     shared.share_encoders();
 
-    let for_shards = shared.clone();
-    let engine =
-        Arc::new(Engine::start(config.engine(), move |context| RouterService::new(for_shards.clone(), context))?);
+    let surface = if config.admin_listen.is_some() { Surface::Traffic } else { Surface::All };
+    let serve = |surface: Surface| {
+        let shared = shared.clone();
+        move |context| RouterService::new(surface, shared.clone(), context)
+    };
+    if !supervisor.may_listen(config.listen, || shared.view.load().fleet.active_workers() > 0) {
+        return Ok(());
+    }
+    let engine = Arc::new(Engine::start(config.engine(), serve(surface))?);
+    let control = config.admin_engine().map(|control| Engine::start(control, serve(Surface::Control))).transpose()?;
+    if let Some(control) = &control {
+        info!(address = %control.local_addr(), "control pages");
+    }
     // Set once, here: the page shows the engine from now on.
     let _ = engine_stats.set(Arc::downgrade(&engine));
     let driver = engine.driver();
@@ -123,15 +125,16 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         "listening"
     );
 
-    let signal = signals.forever().next();
-    let drain_timeout_s = config.drain_timeout.as_secs_f64();
-    info!(signal, drain_timeout_s, "draining: no new connections, running requests finish");
+    supervisor.ready();
+    let end = supervisor.watch(&engine, || (!ingest.is_running()).then_some("ingest"));
+    supervisor.stopping();
+    let signal = match end {
+        End::Signal(signal) => signal,
+        End::Lost(thread) => supervise::die_without(&thread, log),
+    };
     lifecycle.drain();
-    engine.drain();
-    let left = wait_for_requests(&engine, config.drain_timeout, &mut signals);
-    if left > 0 {
-        warn!(requests = left, "ending requests that did not finish in time");
-    }
+    supervisor.drain(signal, &engine, config.drain_timeout);
+    drop(control);
     drop(engine);
     discovery.stop();
     drop(heal);
@@ -141,16 +144,4 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     info!("stopped");
     drop(log);
     Ok(())
-}
-
-/// Waits until no connection is open, the time is over, or a second signal asks for haste.
-fn wait_for_requests(engine: &Engine, timeout: Duration, signals: &mut Signals) -> u64 {
-    let deadline = Instant::now() + timeout;
-    while engine.requests_active() > 0 && Instant::now() < deadline {
-        if signals.pending().next().is_some() {
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    engine.requests_active()
 }

@@ -27,6 +27,9 @@ use crate::upstream::Upstream;
 
 /// Pause after a failed accept, so that a process out of descriptors does not spin.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(50);
+/// How long a draining listener takes over what is in its queue: longer than a handshake takes, shorter than the second
+/// after which a dropped one is tried again.
+const CLOSING_GRACE: Duration = Duration::from_millis(300);
 /// Connections accepted in a row before others may run.
 const ACCEPTS_PER_TURN: usize = 64;
 /// A stopping shard waits this long for its tasks to end and their operations to be reaped.
@@ -110,6 +113,12 @@ impl Engine {
         Ok(engine)
     }
 
+    /// Whether somebody listens on `address` already. An engine can listen beside another process's (SO_REUSEPORT), and
+    /// gets its share of the new connections at once.
+    pub fn is_served(address: SocketAddr) -> bool {
+        listener::is_taken(address)
+    }
+
     /// The address all shards listen on, with the port that was found.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
@@ -131,6 +140,16 @@ impl Engine {
         for shard in &self.shards {
             let _ = shard.mailbox.try_send(Message::Drain);
         }
+    }
+
+    /// The first shard whose thread has ended by itself; it serves nobody any more.
+    pub fn ended_shard(&self) -> Option<usize> {
+        self.shards.iter().position(|shard| shard.thread.as_ref().is_none_or(JoinHandle::is_finished))
+    }
+
+    /// Whether any shard still takes connections.
+    pub fn is_accepting(&self) -> bool {
+        self.shards.iter().any(|shard| shard.counters.accepting.get() > 0)
     }
 
     pub fn requests_active(&self) -> u64 {
@@ -257,6 +276,7 @@ async fn main_loop(
             // and its first poll; taken as armed then, it would never wake this task again and all timeouts would stop.
             while tick.as_mut().poll(cx).is_ready() {
                 clock::sweep();
+                shard.counters.sweeps.add(1);
                 upstream.reap();
                 trim.sweep(&shard.counters);
                 tick.set(net::sleep(period));
@@ -294,13 +314,32 @@ async fn end(upstream: &Upstream) {
     net::sleep(Duration::from_millis(2)).await;
 }
 
+/// Counts a shard that takes connections.
+struct Accepting(Arc<ShardCounters>);
+
+impl Accepting {
+    fn new(counters: &Arc<ShardCounters>) -> Self {
+        counters.accepting.add(1);
+        Self(counters.clone())
+    }
+}
+
+impl Drop for Accepting {
+    fn drop(&mut self) {
+        self.0.accepting.subtract(1);
+    }
+}
+
 /// The one task that accepts. It waits by readiness, so that ending it loses no connection and no descriptor.
 async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>) {
     let slot = Slot::new();
     slot.set_idle(true);
     let mut failing = false;
+    let mut closes_at: Option<Instant> = None;
+    let _accepting = Accepting::new(&shard.counters);
     loop {
-        let waited = slot.within(None, pin!(listener.readable())).await;
+        let limit = closes_at.map(|time| time.saturating_duration_since(Instant::now()));
+        let waited = slot.within(limit, pin!(listener.readable())).await;
         for _ in 0..ACCEPTS_PER_TURN {
             match listener.try_accept() {
                 Ok((stream, peer)) => {
@@ -321,7 +360,12 @@ async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>
         }
         match waited {
             Ok(_) => {}
-            // What was queued when the drain came has been taken over above; closing the listener refuses the rest.
+            // Closing the socket would reset whoever is in its queue or half through a handshake. So nobody new comes in
+            // for a moment in which all of these are taken over; then there is nobody left to reset.
+            Err(Fired::Drained) if listener.drop_new_handshakes().is_ok() => {
+                slot.set_idle(false);
+                closes_at = Some(Instant::now() + CLOSING_GRACE);
+            }
             Err(Fired::Drained | Fired::Expired | Fired::Stopped) => return,
         }
     }

@@ -13,6 +13,8 @@ mod clock;
 mod config;
 mod connection;
 mod engine;
+#[cfg(feature = "fuzzing")]
+pub mod fuzz;
 mod http1;
 mod mailbox;
 mod net;

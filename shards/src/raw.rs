@@ -1,5 +1,5 @@
-//! The only unsafe code of the crate: shared access to a runtime stream, its descriptor as a borrowed one, and the
-//! allocator's release call. It never does IO of its own.
+//! The only unsafe code of the crate: shared access to a runtime stream, its descriptor as a borrowed one, the filter of a
+//! listener that is about to close, and the allocator's release call. It never does IO of its own.
 //!
 //! Why shared access is needed: one task reads from a client (to see it leave) while it writes to it. The runtime's stream
 //! takes `&mut self` for both and its split halves offer no readiness wait and shut the socket down on drop.
@@ -58,6 +58,32 @@ impl SharedStream {
         // number out, and no exclusive reference exists outside the calls above.
         unsafe { BorrowedFd::borrow_raw((*self.0.get()).as_raw_fd()) }
     }
+}
+
+/// Lets a listening socket take no further handshakes, without refusing them: their first packets are dropped, so their
+/// senders try again a second later, and then meet whoever listens on the port by then. Handshakes that have begun go on.
+pub(crate) fn drop_new_handshakes(listener: BorrowedFd<'_>) -> std::io::Result<()> {
+    // Classic BPF over the TCP header, which is where a socket filter of a TCP socket begins: byte 13 holds the flags.
+    const FLAGS_AT: u32 = 13;
+    const SYN: u32 = 0x02;
+    const SYN_OR_ACK: u32 = 0x12;
+    let step = |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
+    let mut steps = [
+        step(libc::BPF_LD | libc::BPF_B | libc::BPF_ABS, 0, 0, FLAGS_AT),
+        step(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, 0, 0, SYN_OR_ACK),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, SYN),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, 0),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, u32::MAX),
+    ];
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    let length = std::mem::size_of::<libc::sock_fprog>() as libc::socklen_t;
+    // SAFETY: the kernel copies the program during the call, in which both it and its steps live; the length is the
+    // struct's own, and the descriptor is borrowed from an owner that outlives the call.
+    let failed = unsafe {
+        let program = std::ptr::from_ref(&program).cast();
+        libc::setsockopt(listener.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, program, length) != 0
+    };
+    if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Hands the calling thread's free memory, and what ended threads left, back to the kernel. mimalloc does so by itself only while it is called, so a

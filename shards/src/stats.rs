@@ -19,6 +19,8 @@ pub struct ShardStats {
     /// Messages that the engine refused by itself.
     pub rejections: u64,
     pub panics: u64,
+    /// Turns of the shard's own clock; one that stands still for seconds is a shard that hangs.
+    pub sweeps: u64,
 }
 
 /// One number with a single writer: a load and a store, no locked instruction.
@@ -54,6 +56,9 @@ pub(crate) struct ShardCounters {
     pub(crate) client_aborts: Counter,
     pub(crate) rejections: Counter,
     pub(crate) panics: Counter,
+    pub(crate) sweeps: Counter,
+    /// 1 while the shard takes connections.
+    pub(crate) accepting: Counter,
 }
 
 impl ShardCounters {
@@ -70,6 +75,7 @@ impl ShardCounters {
             client_aborts: self.client_aborts.get(),
             rejections: self.rejections.get(),
             panics: self.panics.get(),
+            sweeps: self.sweeps.get(),
         }
     }
 }

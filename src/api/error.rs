@@ -35,6 +35,12 @@ pub enum ApiError {
     WorkerTimeout {
         reason: String,
     },
+    /// The request carries none of the router's keys.
+    WrongKey,
+    /// As many requests are in flight as are allowed.
+    Overloaded {
+        reason: String,
+    },
     NotBuilt(String),
     NotFound(String),
     WrongMethod {
@@ -70,6 +76,11 @@ impl ApiError {
         }
     }
 
+    /// Every worker of the model that could serve holds as many requests as it may.
+    pub fn full(model: &str) -> Self {
+        ApiError::Overloaded { reason: format!("every worker of model={model:?} holds as many requests as it may") }
+    }
+
     fn shape(&self) -> Shape {
         let shape = |status, kind, code, message: String| Shape { status, kind, code, message };
         let invalid = "invalid_request_error";
@@ -91,6 +102,13 @@ impl ApiError {
             }
             ApiError::WorkerTimeout { reason } => {
                 shape(StatusCode::GATEWAY_TIMEOUT, "server_error", "worker_timeout", reason.clone())
+            }
+            ApiError::WrongKey => {
+                let message = "give one of this router's keys: `Authorization: Bearer KEY`".to_owned();
+                shape(StatusCode::UNAUTHORIZED, invalid, "invalid_api_key", message)
+            }
+            ApiError::Overloaded { reason } => {
+                shape(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "overloaded", reason.clone())
             }
             ApiError::NotBuilt(message) => {
                 shape(StatusCode::NOT_IMPLEMENTED, "server_error", "not_implemented", message.clone())
@@ -115,8 +133,11 @@ impl ApiError {
         let Shape { status, kind, code, message } = self.shape();
         let mut response = error_response(status, kind, code, &message);
         match self {
-            ApiError::NoWorker { .. } => {
+            ApiError::NoWorker { .. } | ApiError::Overloaded { .. } => {
                 response.headers.push((header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS)));
+            }
+            ApiError::WrongKey => {
+                response.headers.push((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
             }
             ApiError::WrongMethod { allow } => response.headers.push((header::ALLOW, HeaderValue::from_static(allow))),
             _ => {}

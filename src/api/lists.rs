@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::fleet::{Fleet, Worker, WorkerState};
+use crate::fleet::{Fleet, HealthState, Worker, WorkerState};
 
 /// `created` is when this router started, Unix seconds: engines do not tell when a model was made, and the
 /// official client's type requires a number.
@@ -41,7 +41,17 @@ fn describe(fleet: &Fleet, worker: &Worker) -> Value {
     if let Value::Object(members) = &mut value {
         members.insert("state".into(), state.into());
         members.insert("reason".into(), reason.into());
+        members.insert("breaker".into(), breaker(worker).into());
         members.insert("targets".into(), targets.into());
     }
     value
+}
+
+fn breaker(worker: &Worker) -> &'static str {
+    match worker.health.read().state {
+        HealthState::Well => "closed",
+        HealthState::Probing => "half-open",
+        HealthState::Open => "open",
+        HealthState::Resting => "resting",
+    }
 }

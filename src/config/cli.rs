@@ -44,6 +44,10 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub upstream: UpstreamArgs,
     #[command(flatten)]
+    pub access: super::access::AccessArgs,
+    #[command(flatten)]
+    pub resilience: super::resilience::ResilienceArgs,
+    #[command(flatten)]
     pub machine: MachineArgs,
     #[command(flatten)]
     pub not_built: NotBuiltArgs,
@@ -60,6 +64,12 @@ pub struct ListenArgs {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
+    /// Address and port for /metrics, /v1/workers and /v1/admin alone, which the main port then does not answer.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub admin_listen: Option<String>,
+    /// Client connections, all shards together; further ones are answered with 503 and closed.
+    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    pub max_connections: u32,
     /// Largest request body, bytes; a larger one is answered with 413.
     #[arg(long, value_name = "BYTES", default_value_t = crate::limits::BODY_BYTES_MAX as u64)]
     pub max_body_bytes: u64,
@@ -181,7 +191,8 @@ pub struct UpstreamArgs {
     /// Connecting to a worker.
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0, allow_negative_numbers = true)]
     pub upstream_connect_timeout_s: f64,
-    /// From the end of the request to the first byte of the answer; 0 waits for ever (queueing may be long).
+    /// From the end of the request to the first byte of the answer's body; 0 waits for ever (queueing may be long, and
+    /// engines send their head before it).
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
     pub upstream_first_byte_timeout_s: f64,
     /// Longest silence inside an answer; 0 waits for ever.
@@ -221,12 +232,6 @@ pub struct MachineArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Known, not available in this build (only the default is accepted)")]
 pub struct NotBuiltArgs {
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    pub breaker_failure_threshold: u32,
-    #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
-    pub breaker_cooldown_s: f64,
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
-    pub breaker_max_cooldown_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_ADMISSION_WARN", default_value_t = 240.0)]
     pub stream_admission_warn_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]

@@ -8,6 +8,7 @@ use infera_shards::{DriverChoice, EngineConfig};
 
 use super::{Config, IoDriver, ShardCpus};
 use crate::prompt::{Prompter, PrompterOptions};
+use crate::proxy::Settings;
 use crate::route::Policy;
 
 /// CPUs of the threads that matter; absent means: wherever the kernel likes.
@@ -75,6 +76,30 @@ impl Config {
         }
     }
 
+    /// What the request path is to know of it all.
+    pub fn request_settings(&self) -> Settings {
+        Settings {
+            policy: self.policy,
+            shards: self.shards,
+            overlap_weight: self.kv_overlap_weight,
+            host_tier_weight: self.kv_host_tier_weight,
+            retries_max: self.request_retries_max,
+            retry_budget_percent: self.resilience.retry_budget_percent,
+            breaker: self.resilience.breaker,
+            caps: self.resilience.caps,
+            client_keys: self.access.client_keys.clone(),
+            outbound: self.access.outbound(),
+            disaggregation: self.disaggregation.clone(),
+        }
+    }
+
+    /// A second, small engine for the control pages, where they have an address of their own.
+    pub fn admin_engine(&self) -> Option<EngineConfig> {
+        let mut engine = self.engine();
+        (engine.listen, engine.shards, engine.cpus) = (self.admin_listen?, 1, None);
+        Some(engine)
+    }
+
     /// What the engine is started with; everything that has no flag keeps the engine's default.
     pub fn engine(&self) -> EngineConfig {
         let mut engine = EngineConfig::new(self.listen);
@@ -86,6 +111,7 @@ impl Config {
         };
         engine.require_io_uring = self.require_io_uring;
         engine.limits.body_bytes_max = self.max_body_bytes;
+        engine.limits.connections_max = self.connections_max.div_ceil(self.shards);
         engine.upstream.connect_timeout = self.upstream.connect;
         engine.upstream.first_byte_timeout = self.upstream.first_byte;
         engine.upstream.idle_timeout = self.upstream.idle;

@@ -1,9 +1,11 @@
 //! Configuration: the command line and the environment turned into one checked, typed value. Nothing is opened,
 //! bound or started here, and nothing below `main` reads a flag or a variable again.
 
+mod access;
 pub mod cli;
 mod effective;
 mod engine;
+mod resilience;
 mod steering;
 mod validate;
 mod worker_argument;
@@ -18,8 +20,10 @@ use clap::{CommandFactory, FromArgMatches};
 use crate::discovery::DiscoveryConfig;
 use crate::proxy::{DisaggregationSettings, SteeringSettings};
 use crate::route::Policy;
+pub use access::Access;
 pub use cli::{Cli, Command, InspectCommand};
 pub use engine::{Placement, raise_descriptor_limit};
+pub use resilience::Resilience;
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
@@ -56,6 +60,10 @@ impl Refusal {
 #[derive(Clone, Debug)]
 pub struct Config {
     pub listen: SocketAddr,
+    /// Absent: the main port answers everything.
+    pub admin_listen: Option<SocketAddr>,
+    /// Client connections of the whole process.
+    pub connections_max: usize,
     pub max_body_bytes: usize,
     pub drain_timeout: Duration,
     pub discovery: DiscoveryConfig,
@@ -80,6 +88,8 @@ pub struct Config {
     pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
+    pub resilience: Resilience,
+    pub access: Access,
     /// At least 1.
     pub shards: usize,
     /// A list holds distinct numbers, at most one per shard; shard i runs on number `i % len` of it.

@@ -292,12 +292,24 @@ fn disaggregation_has_weights_of_its_own_and_closed_sets_of_choices() {
 }
 
 #[test]
+fn failing_and_full_workers() {
+    use std::time::Duration;
+    let defaults = config(&[]).resilience;
+    assert_eq!((defaults.breaker.failure_threshold, defaults.breaker.cooldown), (3, Duration::from_secs(5)));
+    assert_eq!((defaults.retry_budget_percent, defaults.caps), (20.0, crate::proxy::InflightCaps::default()));
+    let given = ["--breaker-failure-threshold", "0", "--max-inflight", "7", "--max-inflight-per-worker", "2"];
+    let resilience = config(&given).resilience;
+    assert_eq!(resilience.breaker.failure_threshold, 0);
+    assert_eq!((resilience.caps.total, resilience.caps.per_target), (Some(7), Some(2)));
+    check_refused(&["--breaker-cooldown-s", "90"], EXIT_INVALID, &["must not be shorter than --breaker-cooldown-s"]);
+    check_refused(&["--breaker-cooldown-s", "-1"], EXIT_INVALID, &["--breaker-cooldown-s must be"]);
+    check_refused(&["--retry-budget-percent", "101"], EXIT_INVALID, &["--retry-budget-percent must be from 0 to 100"]);
+}
+
+#[test]
 fn b60_options_without_their_feature_are_refused_not_ignored() {
     for (name, asking, harmless) in [
-        ("--breaker-failure-threshold", "5", &["3", "0"][..]),
-        ("--breaker-cooldown-s", "10", &["5", "5.0"]),
-        ("--breaker-max-cooldown-s", "10", &["60"]),
-        ("--stream-admission-warn-s", "10", &["240", "0"]),
+        ("--stream-admission-warn-s", "10", &["240", "0"][..]),
         ("--stream-stall-warn-s", "10", &["60", "0"]),
         ("--kv-chat-encoding", "dsv4", &[]),
     ] {

@@ -16,14 +16,8 @@ use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 6] = [
-    ("breaker-failure-threshold", Some("0")),
-    ("breaker-cooldown-s", None),
-    ("breaker-max-cooldown-s", None),
-    ("stream-admission-warn-s", Some("0")),
-    ("stream-stall-warn-s", Some("0")),
-    ("kv-chat-encoding", None),
-];
+const NOT_BUILT: [(&str, Option<&str>); 3] =
+    [("stream-admission-warn-s", Some("0")), ("stream-stall-warn-s", Some("0")), ("kv-chat-encoding", None)];
 
 const SHARDS_MAX: u32 = 1024;
 const ENCODER_THREADS_MAX: u32 = 1024;
@@ -51,7 +45,7 @@ impl Problems {
         choices[0].1
     }
 
-    fn seconds(&mut self, flag: &str, seconds: f64) -> Duration {
+    pub(super) fn seconds(&mut self, flag: &str, seconds: f64) -> Duration {
         if seconds.is_finite() && (0.0..=SECONDS_MAX).contains(&seconds) {
             return Duration::from_secs_f64(seconds);
         }
@@ -83,14 +77,19 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let mut problems = Problems(Vec::new());
     not_built(&effective, &mut problems);
     let listen = listen(&arguments.listen, &mut problems);
+    let admin_listen =
+        arguments.listen.admin_listen.as_deref().and_then(|text| admin_listen(text, listen, &mut problems));
     let discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
     let reads_prompts = routing.policy == Policy::KvAware && routing.tokenizer_path.is_some();
     let template_arguments = reads_prompts && arguments.routing.kv_per_worker_template_kwargs;
-    let discovery = DiscoveryConfig { template_arguments, ..discovery };
+    let mut discovery = DiscoveryConfig { template_arguments, ..discovery };
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
+    let access = super::access::settings(&arguments.access, &mut problems);
+    discovery.authorization = access.worker_key.clone();
+    let resilience = super::resilience::settings(&arguments.resilience, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
     let io_driver = problems.choice(
         "--io-driver",
@@ -109,6 +108,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     if max_body_bytes == 0 {
         problems.add("--max-body-bytes must be at least 1");
     }
+    let connections_max = problems.range("--max-connections", arguments.listen.max_connections, 1, u32::MAX);
     let drain_timeout = problems.seconds("--drain-timeout", arguments.listen.drain_timeout);
     if !problems.0.is_empty() {
         return Err(problems.0);
@@ -122,6 +122,8 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     }
     Ok(Config {
         listen,
+        admin_listen,
+        connections_max,
         max_body_bytes,
         drain_timeout,
         discovery,
@@ -138,6 +140,8 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         disaggregation,
         steering,
         upstream,
+        resilience,
+        access,
         shards,
         shard_cpus,
         io_driver,
@@ -202,6 +206,18 @@ fn listen(arguments: &ListenArgs, problems: &mut Problems) -> SocketAddr {
     SocketAddr::from(([0, 0, 0, 0], arguments.port))
 }
 
+fn admin_listen(text: &str, main: SocketAddr, problems: &mut Problems) -> Option<SocketAddr> {
+    match text.to_socket_addrs().map(|mut addresses| addresses.next()) {
+        Ok(Some(address)) if address == main && address.port() != 0 => {
+            problems.add(format!("--admin-listen {text} is the main address; give another port, or leave it out"));
+        }
+        Ok(Some(address)) => return Some(address),
+        Ok(None) => problems.add(format!("--admin-listen `{text}` has no address; give HOST:PORT")),
+        Err(error) => problems.add(format!("--admin-listen `{text}`: {error}; give HOST:PORT")),
+    }
+    None
+}
+
 fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryConfig {
     let mut workers: Vec<WorkerRecord> = Vec::new();
     for text in &arguments.worker {
@@ -254,6 +270,7 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
         etcd: uses_etcd.then(|| etcd(arguments, problems)),
         template_arguments: false,
         timing: Timing::default(),
+        authorization: None,
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use http::{HeaderValue, header};
 use reqwest::{Client, StatusCode};
 
 use super::facts::Facts;
@@ -42,8 +43,10 @@ impl Open {
 }
 
 /// The client for all workers.
-pub(super) fn client(limit: Duration) -> reqwest::Result<Client> {
+pub(super) fn client(limit: Duration, authorization: Option<&HeaderValue>) -> reqwest::Result<Client> {
+    let headers = authorization.map(|value| (header::AUTHORIZATION, value.clone())).into_iter().collect();
     Client::builder()
+        .default_headers(headers)
         .no_proxy()
         .redirect(reqwest::redirect::Policy::none())
         .connect_timeout(limit)

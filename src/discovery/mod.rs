@@ -43,6 +43,8 @@ pub struct DiscoveryConfig {
     /// Take each worker's own template arguments, and ask engines for them.
     pub template_arguments: bool,
     pub timing: Timing,
+    /// Sent to engines with every question, where they have a key.
+    pub authorization: Option<http::HeaderValue>,
 }
 
 /// The registry of the system this one replaces: one key per worker below a prefix.

@@ -143,7 +143,7 @@ impl IngestHandle {
         self.join()
     }
 
-    /// Whether the core still runs; routing goes on with the last view when it does not.
+    /// Whether the core still runs. Without it the fleet, the mirrors and the loads stand still for ever.
     pub fn is_running(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }

@@ -3,10 +3,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use crate::fleet::{
     DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, TargetParity, Worker,
-    WorkerState,
+    WorkerHealth, WorkerState,
 };
 use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
 use crate::load::{TargetId, TargetLoad};
@@ -51,6 +52,7 @@ pub struct Registry {
     next_record: u64,
     demand: DemandCells,
     next_generation: u64,
+    ailing: Arc<AtomicUsize>,
 }
 
 impl Registry {
@@ -97,7 +99,12 @@ impl Registry {
                     }
                 }
                 known.ranks.iter().for_each(|rank| rank.parity.set_probed(new.probed));
-                known.worker = Arc::new(worker(id, known.worker.generation, new));
+                // What was learned of one address says nothing about another.
+                let health = match known.worker.record.url == new.record.url {
+                    true => known.worker.health.clone(),
+                    false => Arc::new(WorkerHealth::new(self.ailing.clone())),
+                };
+                known.worker = Arc::new(worker(id, known.worker.generation, new, health));
             } else if self.join(id.clone(), new) {
                 changes.joined.push(id);
             }
@@ -121,7 +128,8 @@ impl Registry {
         ranks.iter().for_each(|rank| rank.parity.set_probed(new.probed));
         self.demand.forget_departed();
         self.next_generation += 1;
-        let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new));
+        let health = Arc::new(WorkerHealth::new(self.ailing.clone()));
+        let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new, health));
         self.workers.insert(id, Registration { worker, ranks });
         true
     }
@@ -155,7 +163,7 @@ impl Registry {
 
     /// The fleet as it stands. `learned` gives the block size that a slot's events have shown.
     pub fn fleet(&self, learned: impl Fn(Slot) -> Option<u32>) -> Fleet {
-        let mut fleet = Fleet::default();
+        let mut fleet = Fleet { ailing: self.ailing.clone(), ..Fleet::default() };
         // Pools name targets by place; grouping by name first would lose the stable order of worker and rank.
         let mut models: HashMap<&str, ModelPool> = HashMap::new();
         for registration in self.workers.values() {
@@ -205,7 +213,7 @@ fn is_same_registration(known: &WorkerRecord, new: &WorkerRecord) -> bool {
         && agrees(model(known), model(new))
 }
 
-fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Worker {
+fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker, health: Arc<WorkerHealth>) -> Worker {
     let record = discovered.record;
     let (authority, base_path, fault) = match record.endpoint() {
         Ok(url) => (url.authority, url.base_path, None),
@@ -228,7 +236,7 @@ fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker) -> Wor
             None
         }
     });
-    Worker { id, generation, record, address: discovered.address, authority, base_path, state, variant }
+    Worker { id, generation, record, address: discovered.address, authority, base_path, state, health, variant }
 }
 
 #[cfg(test)]

@@ -113,8 +113,13 @@ pub struct SelfHeal {
 }
 
 impl SelfHeal {
-    /// `registry` gets the counter of asks by worker and outcome.
-    pub fn start(view: SharedView, registry: &Registry) -> anyhow::Result<Self> {
+    /// `registry` gets the counter of asks by worker and outcome; `authorization` is what engines are shown, if they have
+    /// a key.
+    pub fn start(
+        view: SharedView,
+        registry: &Registry,
+        authorization: Option<&http::HeaderValue>,
+    ) -> anyhow::Result<Self> {
         let opts = Opts::new(
             "infera_router_kv_self_heal_total",
             "Times a worker was asked to forget its cache because its events had no beginning, by outcome.",
@@ -122,7 +127,9 @@ impl SelfHeal {
         let outcomes = IntCounterVec::new(opts, &["worker_id", "outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let headers = authorization.map(|value| (http::header::AUTHORIZATION, value.clone())).into_iter().collect();
         let client = reqwest::Client::builder()
+            .default_headers(headers)
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .timeout(SELF_HEAL_ASK_DEADLINE)
@@ -224,6 +231,7 @@ mod tests {
             base_path: String::new(),
             state: WorkerState::Active,
             variant: None,
+            health: Arc::default(),
         };
         let ranks: Vec<_> = (0..2)
             .map(|rank| Some(Arc::new(RankStatus::new("a:1".into(), generation, rank, Slot(rank), None))))

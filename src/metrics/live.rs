@@ -8,7 +8,7 @@ use prometheus::{Error, GaugeVec, IntCounterVec, IntGaugeVec, Opts, Registry};
 use super::MetricsPage;
 use crate::discovery::State;
 use crate::events::SkipReason;
-use crate::fleet::WorkerState;
+use crate::fleet::{HealthState, HealthWord, WorkerState};
 use crate::index::View;
 use crate::index::view::RankStatus;
 
@@ -56,6 +56,7 @@ pub(super) fn families(page: &MetricsPage) -> Result<Vec<MetricFamily>, Error> {
     let view = page.view.load_full();
     fleet(&scrape, page, &view)?;
     load(&scrape, &view)?;
+    breaker(&scrape, &view)?;
     super::steering::families(&scrape, &page.steering, &view.fleet)?;
     super::parity::families(&scrape, &page.ingest.parity, &view.fleet)?;
     feeds(&scrape, page, &view)?;
@@ -110,6 +111,34 @@ fn load(scrape: &Scrape, view: &View) -> Result<(), Error> {
     for target in &view.fleet.targets {
         requests.with_label_values(&[&*target.route_key]).set(signed(target.load.requests()));
         blocks.with_label_values(&[&*target.route_key]).set(signed(target.load.active_blocks()));
+    }
+    Ok(())
+}
+
+/// Only workers that have failed: the page does not grow with the fleet.
+fn breaker(scrape: &Scrape, view: &View) -> Result<(), Error> {
+    let states = scrape.gauges(
+        "infera_router_worker_breaker_state",
+        "Circuit breaker of a worker that has failed: 0 closed, 1 being tried, 2 open.",
+        &["worker_id"],
+    )?;
+    let trips = scrape.counters(
+        "infera_router_worker_breaker_trips_total",
+        "Times that a worker was found to fail and got no requests for a while.",
+        &["worker_id"],
+    )?;
+    for worker in &view.fleet.workers {
+        let (word, count) = (worker.health.read(), worker.health.trips());
+        if word == HealthWord::default() && count == 0 {
+            continue;
+        }
+        let state = match word.state {
+            HealthState::Well | HealthState::Resting => 0,
+            HealthState::Probing => 1,
+            HealthState::Open => 2,
+        };
+        states.with_label_values(&[&*worker.id]).set(state);
+        trips.with_label_values(&[&*worker.id]).inc_by(count);
     }
     Ok(())
 }
@@ -273,6 +302,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
         ("infera_router_client_aborts_total", "Exchanges that ended because the client left."),
         ("infera_router_rejections_total", "Messages refused by the HTTP engine (framing, size, time)."),
         ("infera_router_panics_total", "Panics caught in connection tasks."),
+        ("infera_router_shard_sweeps_total", "Turns of the shard's clock; it stands still while the shard hangs."),
     ];
     let mut families = Vec::new();
     for (name, help) in counters {
@@ -292,6 +322,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
             stats.client_aborts,
             stats.rejections,
             stats.panics,
+            stats.sweeps,
         ];
         for (family, value) in families.iter().zip(values) {
             family.with_label_values(&[&label]).inc_by(value);

@@ -2,6 +2,8 @@
 //! closing events. Fed payload in any pieces; looks at the start of lines only, so generated text that talks
 //! about terminators is not one. Keeps a few bytes, never the stream.
 
+use crate::limits;
+
 /// Bytes of a line that decide what it is; what comes behind is skipped.
 const LINE_START_BYTES: usize = 40;
 
@@ -11,6 +13,14 @@ const DATA: &[u8] = b"data:";
 /// Events after which nothing more is to come. Engines close with `completed`; the other two are how a response
 /// ends that ran into its token limit or failed, and are ends all the same.
 const CLOSING_EVENTS: [&[u8]; 3] = [b"response.completed", b"response.incomplete", b"response.failed"];
+
+/// Whose mistake an error inside a stream was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamFailure {
+    /// The engine says that the request was wrong.
+    Client,
+    Worker,
+}
 
 /// Watches one SSE stream.
 #[derive(Clone, Debug)]
@@ -22,6 +32,16 @@ pub struct Completion {
     has_ended: bool,
     has_failed: bool,
     has_data: bool,
+    /// The last event was named as an error; its data line says which.
+    is_error_named: bool,
+    /// The data line of the first error event, as far as it is read.
+    error: Option<Box<ErrorLine>>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct ErrorLine {
+    bytes: Vec<u8>,
+    is_whole: bool,
 }
 
 impl Default for Completion {
@@ -33,6 +53,8 @@ impl Default for Completion {
             has_ended: false,
             has_failed: false,
             has_data: false,
+            is_error_named: false,
+            error: None,
         }
     }
 }
@@ -56,16 +78,31 @@ impl Completion {
         self.line[self.filled..self.filled + taken].copy_from_slice(&piece[..taken]);
         self.filled += taken;
         self.skipping |= piece.len() > room;
+        if let Some(error) = &mut self.error {
+            error.feed(piece);
+            return;
+        }
         // An error object is known from its first bytes; the rest of the line may be long.
-        self.has_failed |= taken > 0 && is_error_data(&self.line[..self.filled]);
+        let line = &self.line[..self.filled];
+        if taken > 0 && (is_error_data(line) || self.is_error_named && field(line, DATA).is_some()) {
+            self.has_failed = true;
+            let mut error = Box::new(ErrorLine::default());
+            error.feed(line);
+            error.feed(&piece[taken..]);
+            self.error = Some(error);
+        }
     }
 
     fn line_end(&mut self) {
+        if let Some(error) = &mut self.error {
+            error.is_whole = true;
+        }
         let line = &self.line[..self.filled];
         self.has_data |= line.starts_with(DATA);
         if !self.skipping {
             self.has_ended |= is_terminator(line);
-            self.has_failed |= matches!(field(line, EVENT), Some(b"error" | b"response.failed"));
+            self.is_error_named |= matches!(field(line, EVENT), Some(b"error" | b"response.failed"));
+            self.has_failed |= self.is_error_named;
         }
         self.filled = 0;
         self.skipping = false;
@@ -81,9 +118,38 @@ impl Completion {
         self.has_failed
     }
 
+    /// Whose mistake the first error event was, if one came. One that does not tell is the worker's.
+    pub fn failure(&self) -> Option<StreamFailure> {
+        if !self.has_failed {
+            return None;
+        }
+        let is_the_clients = self.error.as_ref().is_some_and(|error| error.is_the_clients());
+        Some(if is_the_clients { StreamFailure::Client } else { StreamFailure::Worker })
+    }
+
     /// At least one data line came: a stream of comments alone says nothing.
     pub fn has_data(&self) -> bool {
         self.has_data || self.line[..self.filled].starts_with(DATA)
+    }
+}
+
+impl ErrorLine {
+    fn feed(&mut self, piece: &[u8]) {
+        if !self.is_whole {
+            let room = limits::STREAM_ERROR_BYTES_MAX.saturating_sub(self.bytes.len());
+            self.bytes.extend_from_slice(&piece[..piece.len().min(room)]);
+        }
+    }
+
+    /// A status of 4xx, as a number or a string, or the type that OpenAI-style engines give to a bad request.
+    fn is_the_clients(&self) -> bool {
+        let value = field(&self.bytes, DATA).and_then(|value| serde_json::from_slice::<serde_json::Value>(value).ok());
+        let Some(value) = value else { return false };
+        let error = value.get("error").or_else(|| value.pointer("/response/error")).unwrap_or(&value);
+        let code = error.get("code").and_then(|code| code.as_u64().or_else(|| code.as_str()?.parse().ok()));
+        let kind = error.get("type").and_then(|kind| kind.as_str()).unwrap_or_default();
+        code.is_some_and(|code| (400..500).contains(&code))
+            || matches!(kind, "invalid_request_error" | "BadRequestError" | "BadRequest")
     }
 }
 
@@ -181,6 +247,29 @@ mod tests {
         check("data: {\"error\":null,\"choices\":[]}\n\ndata: [DONE]\n\n", true, false, true);
         check("data: {\"errors\":{}}\n\n", false, false, true);
         check("event: errors\ndata: 1\n\n", false, false, true);
+    }
+
+    #[test]
+    fn whose_mistake_an_error_was() {
+        let check = |stream: &str, expected: Option<StreamFailure>| {
+            for size in [1, 7, stream.len()] {
+                let mut completion = Completion::default();
+                stream.as_bytes().chunks(size).for_each(|piece| completion.feed(piece));
+                assert_eq!(completion.failure(), expected, "{stream:?} in pieces of {size}");
+            }
+        };
+        let (client, worker) = (Some(StreamFailure::Client), Some(StreamFailure::Worker));
+        check("data: {\"error\":{\"message\":\"invalid\",\"code\":400}}\n\n", client);
+        check("data: {\"error\":{\"code\":\"404\"}}\n\ndata: {\"x\":1}\n\n", client);
+        check("data: {\"error\":{\"type\":\"BadRequestError\",\"code\":null}}\n\n", client);
+        check("event: error\ndata: {\"error\":{\"type\":\"invalid_request_error\"}}\n\n", client);
+        check("event: response.failed\ndata: {\"response\":{\"error\":{\"code\":400}}}\n\n", client);
+        check("data: {\"error\":{\"message\":\"died\",\"code\":500}}\n\n", worker);
+        check("data: {\"error\":\"KVTransferError\"}\n\n", worker);
+        check("event: error\n\n", worker);
+        check(&format!("data: {{\"error\":{{\"message\":\"{}\",\"code\":400}}}}\n\n", "x".repeat(10_000)), worker);
+        check("data: {\"error\":null}\n\n", None);
+        check("data: {\"a\":1}\n\n", None);
     }
 
     #[test]

@@ -10,7 +10,7 @@ mod pins;
 mod protocol;
 mod splice;
 
-pub use completion::Completion;
+pub use completion::{Completion, StreamFailure};
 pub use handoff::{Handoff, HandoffError};
 pub use ids::AttemptIds;
 pub use legs::{Leg, Pair, decode_leg, prefill_leg, release_leg};

@@ -12,7 +12,6 @@ use http::{HeaderName, HeaderValue, Method, header};
 use infera_shards::{SendProgress, Upstream, UpstreamError, UpstreamRequest, UpstreamResponse, spawn_local, time};
 use tracing::{debug, warn};
 
-use super::direct;
 use super::shared::Shared;
 use crate::fleet::Worker;
 use crate::limits;
@@ -23,6 +22,7 @@ const ABORT_PATH: &str = "/abort_request";
 
 /// One request to one worker of a pair, with everything it needs, so that it can outlive the request it serves.
 pub(super) struct LegCall {
+    pub shared: Arc<Shared>,
     pub upstream: Upstream,
     pub worker: Arc<Worker>,
     pub address: SocketAddr,
@@ -39,13 +39,12 @@ pub(super) struct LegCall {
 impl LegCall {
     /// Sends and waits for the head. The body is let go with the head's arrival.
     pub async fn send(self) -> Result<UpstreamResponse, UpstreamError> {
-        let mut set: Vec<(HeaderName, HeaderValue)> = Vec::with_capacity(2);
+        // What is read here must not come compressed.
+        let further: &[HeaderName] = if self.is_read_here { &[header::ACCEPT_ENCODING] } else { &[] };
+        let (remove, mut set) = self.shared.settings.outbound.for_leg(further);
         set.extend(self.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank))));
         let request_id = self.request_id.as_deref().map(HeaderValue::from_str);
         set.extend(request_id.and_then(Result::ok).map(|value| (REQUEST_ID, value)));
-        // A client's rank belongs to one leg and has been read; names of workers are not for workers.
-        const REMOVED: [HeaderName; 4] = [DATA_PARALLEL_RANK, direct::WORKER, direct::PREFILL, header::ACCEPT_ENCODING];
-        let removed = &REMOVED[..if self.is_read_here { 4 } else { 3 }];
         let request = UpstreamRequest {
             address: self.address,
             authority: &self.worker.authority,
@@ -53,7 +52,7 @@ impl LegCall {
             path_prefix: &self.worker.base_path,
             target: &self.request.target,
             headers: Some(&self.request.head),
-            remove: removed,
+            remove: &remove,
             set: &set,
             body: &self.body,
         };
@@ -118,7 +117,7 @@ impl Drop for PairGuard {
             spawn_local(async move {
                 time::sleep_until(sent_at + limits::ABORT_AGE_MIN).await;
                 for rid in rids.iter() {
-                    let call = abort(&upstream, &worker, address, rid);
+                    let call = abort(&shared, &upstream, &worker, address, rid);
                     let is_ok = time::timeout(limits::ABORT_DEADLINE, call).await.unwrap_or(false);
                     shared.metrics.pairs.aborted(is_ok);
                     debug!(worker = &*worker.id, rid, is_ok, "aborted a leg");
@@ -128,7 +127,9 @@ impl Drop for PairGuard {
     }
 }
 
-async fn abort(upstream: &Upstream, worker: &Worker, address: SocketAddr, rid: &str) -> bool {
+async fn abort(shared: &Shared, upstream: &Upstream, worker: &Worker, address: SocketAddr, rid: &str) -> bool {
+    let mut set = shared.settings.outbound.own().to_vec();
+    set.push((header::CONTENT_TYPE, HeaderValue::from_static("application/json")));
     let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
     let request = UpstreamRequest {
         address,
@@ -138,7 +139,7 @@ async fn abort(upstream: &Upstream, worker: &Worker, address: SocketAddr, rid: &
         target: ABORT_PATH,
         headers: None,
         remove: &[],
-        set: &[(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))],
+        set: &set,
         body: std::slice::from_ref(&body),
     };
     match upstream.send(&request).await {

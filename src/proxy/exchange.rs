@@ -2,28 +2,29 @@
 //! allowed until the first byte has gone to the client and never goes to a worker that failed this request.
 
 use std::borrow::Cow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::StatusCode;
 use infera_shards::{
-    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
+    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
 };
 use tracing::{debug, warn};
 
-use super::cleanup::DATA_PARALLEL_RANK;
 use super::direct::{self, Named};
 use super::disaggregated;
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
-use super::observe::AnswerObserver;
-use super::pick::{Picked, Wish, pick};
+use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
 use super::reading::Reading;
-use super::relay::{as_it_came, count, is_stream};
+use super::relay::{StreamObserver, as_it_came, count, is_stream};
 use super::service::RouterService;
+use super::shared::Shared;
 use super::steering::SessionName;
+use super::verdict::Standing;
 use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
-use crate::pd::PdEndpoint;
+use crate::limits;
+use crate::pd::{PdEndpoint, StreamFailure};
 use crate::prompt::outline::Outline;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
@@ -63,8 +64,15 @@ impl Drop for Record<'_> {
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
     let received = request.received;
     let mut record = Record::start(&service.shared.metrics, received);
+    if let Some(cap) = service.shared.settings.caps.total
+        && service.shared.metrics.inflight() > cap
+    {
+        let reason = format!("{cap} requests are in flight, which is as many as may be");
+        record.outcome = Box::pin(refuse(ApiError::Overloaded { reason }, responder)).await;
+        return;
+    }
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
-        Ok(Served::ByOne(picked, response)) => relay(&picked, response, responder, received).await,
+        Ok(Served::ByOne(picked, response)) => relay(&service.shared, &picked, response, responder, received).await,
         Ok(Served::ByAPair(endpoint, route, request, outline)) => {
             record.serve_as(RouterLabel::Disagg);
             match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, responder)).await {
@@ -151,6 +159,8 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
         return Ok(Served::ByAPair(endpoint, route, request, outline));
     }
     drop(outline);
+    service.retry_budget.request();
+    let shared = &service.shared;
     let mut tried: Vec<Name> = Vec::new();
     loop {
         let (picked, may_retry) = match next_worker(service, &route, &tried)? {
@@ -162,24 +172,37 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
             }
         };
         match send(service, &request, &picked).await {
-            Ok(response) if may_retry && response.status.is_server_error() => {
-                picked.failed();
+            Ok(response) => {
+                let standing = Standing::of(&response);
+                picked.answered(shared, standing);
+                if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
+                    return Ok(Served::ByOne(picked, response));
+                }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
-                service.shared.metrics.retried("status");
-            }
-            Ok(response) => return Ok(Served::ByOne(picked, response)),
-            Err(error) if may_retry => {
-                picked.failed();
-                warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
-                service.shared.metrics.retried(error.phase());
+                shared.metrics.retried("status");
             }
             Err(error) => {
-                picked.failed();
-                return Err(worker_error(&picked, &error));
+                picked.failed_by(shared, &error);
+                if !(may_retry && service.may_spend_a_retry()) {
+                    return Err(worker_error(&picked, &error));
+                }
+                warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
+                shared.metrics.retried(error.phase());
             }
         }
         tried.push(picked.worker.id.clone());
+        // What the failed attempt held must not be held while waiting.
+        drop(picked);
+        back_off(tried.len()).await;
     }
+}
+
+/// The first retry goes out at once: another worker knows nothing of this one's trouble. Further ones wait a random
+/// while, so that a failing fleet is not asked by everybody in step.
+async fn back_off(failed_attempts: usize) {
+    let Some(doublings) = failed_attempts.checked_sub(2) else { return };
+    let most_ms = limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX);
+    time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
 }
 
 /// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
@@ -203,7 +226,11 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         tried,
         by_load,
     };
-    let Some(picked) = pick(service, &view, &wish) else { return Ok(None) };
+    let picked = match pick(service, &view, &wish) {
+        Ok(picked) => picked,
+        Err(NoPick::NoneLeft) => return Ok(None),
+        Err(NoPick::Full) => return Err(ApiError::full(model)),
+    };
     let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
         && route::untried(&view.fleet, pool, tried)
             .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
@@ -236,11 +263,7 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
 
 async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
-    let rank = picked.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank)));
-    // Names of workers are not for workers. A rank-multiplexed one gets the picked rank; any other gets what the client
-    // asked for.
-    const REMOVED: [HeaderName; 3] = [direct::WORKER, direct::PREFILL, DATA_PARALLEL_RANK];
-    let remove = &REMOVED[..if rank.is_some() { 3 } else { 2 }];
+    let edits = service.shared.settings.outbound.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
         authority: &worker.authority,
@@ -248,32 +271,48 @@ async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Re
         path_prefix: &worker.base_path,
         target: &request.target,
         headers: Some(&request.head),
-        remove,
-        set: rank.as_slice(),
+        remove: edits.remove(),
+        set: edits.set(),
         body: std::slice::from_ref(&request.body),
     };
     service.context.upstream.send(&upstream_request).await
 }
 
-async fn relay(picked: &Picked, response: UpstreamResponse, responder: &mut Responder, received: Instant) -> Outcome {
+async fn relay(
+    shared: &Shared,
+    picked: &Picked,
+    response: UpstreamResponse,
+    responder: &mut Responder,
+    received: Instant,
+) -> Outcome {
     let status = response.status;
     if status.is_success() {
         picked.served();
-    } else if status.is_server_error() {
-        picked.failed();
     }
-    let is_stream = is_stream(&response);
-    let mut observer = AnswerObserver::new();
+    let is_stream = is_stream(&response) && status.is_success();
+    let mut observer = StreamObserver::of_a_worker(is_stream);
     match responder.relay(response, as_it_came(is_stream, &mut observer)).await {
-        RelayOutcome::Complete => {
-            if status == StatusCode::OK {
-                picked.completed();
-                count((&picked.handles, &picked.handles), received, &observer);
+        RelayOutcome::Complete => match observer.failure() {
+            Some(failure) => {
+                warn!(worker = &*picked.worker.id, "a worker reported an error inside its stream");
+                if failure == StreamFailure::Worker {
+                    picked.failed(shared);
+                }
+                Outcome::Error
             }
-            Outcome::from(status)
-        }
+            None => {
+                if status == StatusCode::OK {
+                    picked.completed();
+                    count((&picked.handles, &picked.handles), received, &observer.answer);
+                }
+                if !status.is_client_error() && !status.is_server_error() {
+                    picked.succeeded(shared);
+                }
+                Outcome::from(status)
+            }
+        },
         RelayOutcome::UpstreamFailed(error) => {
-            picked.failed();
+            picked.failed(shared);
             warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "an answer was cut by its worker");
             Outcome::Error
         }

@@ -72,6 +72,7 @@ impl Held {
         }
         let leg = pd::release_leg(&pair, self.endpoint, &members, &self.ids, self.handoff.as_ref());
         let call = LegCall {
+            shared: way.shared.clone(),
             upstream: way.upstream,
             worker: way.worker,
             address: way.address,

@@ -20,10 +20,11 @@ use super::pick::Picked;
 use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
+use super::verdict::Standing;
 use crate::api::ApiError;
 use crate::limits;
 use crate::load::Booking;
-use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Schedule, Sequences};
+use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Schedule, Sequences, StreamFailure};
 use crate::worker::{Name, Role};
 
 /// One request, held until nothing can be tried again.
@@ -52,15 +53,23 @@ pub(super) struct LegFailure {
     reason: String,
     phase: &'static str,
     is_timeout: bool,
+    blame: Blame,
+}
+
+/// What a failed leg says of its worker.
+enum Blame {
+    Transport(UpstreamError),
+    Answer(Standing),
 }
 
 impl LegFailure {
-    fn of(role: Role, worker: &Name, error: &UpstreamError) -> Self {
+    fn of(role: Role, worker: &Name, error: UpstreamError) -> Self {
         let is_timeout = matches!(
             error.kind,
             UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout
         );
-        Self { role, worker: worker.clone(), reason: error.to_string(), phase: error.phase(), is_timeout }
+        let (reason, phase) = (error.to_string(), error.phase());
+        Self { role, worker: worker.clone(), reason, phase, is_timeout, blame: Blame::Transport(error) }
     }
 
     fn into_error(self) -> ApiError {
@@ -101,10 +110,13 @@ impl Attempt<'_> {
         if role == Role::Prefill { &self.pair.prefill } else { &self.pair.decode }
     }
 
-    /// An answer that its worker cut frees the session; one that its client left does not.
+    /// What decode's answer says of the two. One that its worker cut is a fault; one that its client left says nothing.
     fn answered(&self, answer: &Answer) {
-        if !answer.is_whole && answer.outcome == Outcome::Error {
-            self.pair.decode.failed();
+        let shared = &self.service.shared;
+        match (answer.failure, answer.outcome) {
+            (Some(StreamFailure::Worker), _) => self.pair.decode.failed(shared),
+            (Some(StreamFailure::Client), _) | (None, Outcome::StreamFailed) => {}
+            (None, _) => self.pair.decode.succeeded(shared),
         }
         if answer.is_whole {
             self.pair.prefill.completed();
@@ -120,6 +132,7 @@ impl Attempt<'_> {
     fn call(&self, role: Role, job: &Job, leg: Leg) -> LegCall {
         let picked = self.picked(role);
         LegCall {
+            shared: self.service.shared.clone(),
             upstream: self.service.context.upstream.clone(),
             worker: picked.worker.clone(),
             address: picked.address,
@@ -159,7 +172,10 @@ impl Attempt<'_> {
 
     fn failed(&self, failure: LegFailure, held: Option<Held>) -> Ending {
         self.service.shared.metrics.pairs.leg_failed(failure.role, failure.phase);
-        self.picked(failure.role).failed();
+        match &failure.blame {
+            Blame::Transport(error) => self.picked(failure.role).failed_by(&self.service.shared, error),
+            Blame::Answer(standing) => self.picked(failure.role).answered(&self.service.shared, *standing),
+        }
         if !self.may_retry(failure.role) {
             warn!(
                 leg = failure.role.as_str(),
@@ -215,21 +231,22 @@ async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFutu
 
 async fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> PrefillEnd {
     let worker = call.worker.id.clone();
-    let failed = |error: &UpstreamError| PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker, error));
+    let failed = |error| PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker, error));
     let end = match call.send().await {
-        Err(error) => failed(&error),
+        Err(error) => failed(error),
         Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
         Ok(response) if response.status.is_success() => {
             match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
                 Ok(body) => PrefillEnd::Done(body),
-                Err(error) => failed(&error),
+                Err(error) => failed(error),
             }
         }
         Ok(response) => {
-            let status = response.status;
+            let (status, blame) = (response.status, Blame::Answer(Standing::of(&response)));
             let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
             let reason = format!("status {}: {}", status.as_u16(), String::from_utf8_lossy(&body));
-            PrefillEnd::Failed(LegFailure { role: Role::Prefill, worker, reason, phase: "status", is_timeout: false })
+            let failure = LegFailure { role: Role::Prefill, worker, reason, phase: "status", is_timeout: false, blame };
+            PrefillEnd::Failed(failure)
         }
     };
     if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
@@ -260,7 +277,10 @@ async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: 
 
     let response = loop {
         match next_event(&mut prefill.future, &mut decode).await {
-            Event::Prefill(PrefillEnd::Done(_)) => prefill.answered(None),
+            Event::Prefill(PrefillEnd::Done(_)) => {
+                attempt.pair.prefill.succeeded(&attempt.service.shared);
+                prefill.answered(None);
+            }
             Event::Prefill(PrefillEnd::Refused(refusal)) => {
                 prefill.disarm();
                 drop(decode);
@@ -288,8 +308,16 @@ async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: 
     let answering = attempt.answering(received, Some(&guard));
     let answer = relay_decode(response, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
-        if let Some(PrefillEnd::Failed(failure)) = poll_beside(&mut prefill, context) {
-            debug!(worker = &*failure.worker, reason = failure.reason, "a prefill leg failed behind its decode leg");
+        match poll_beside(&mut prefill, context) {
+            Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(&attempt.service.shared),
+            Some(PrefillEnd::Failed(failure)) => {
+                debug!(
+                    worker = &*failure.worker,
+                    reason = failure.reason,
+                    "a prefill leg failed behind its decode leg"
+                );
+            }
+            Some(PrefillEnd::Refused(_)) | None => {}
         }
     })
     .await;
@@ -316,8 +344,8 @@ async fn decode_failed(
 ) -> Ending {
     let worker = &attempt.pair.decode.worker.id;
     let may_retry = attempt.may_retry(Role::Decode);
-    if matches!(&outcome, Ok(response) if response.status.is_server_error()) {
-        attempt.pair.decode.failed();
+    if let Ok(response) = &outcome {
+        attempt.pair.decode.answered(&attempt.service.shared, Standing::of(response));
     }
     match outcome {
         Ok(response) if response.status.is_server_error() && may_retry => {
@@ -342,7 +370,7 @@ async fn decode_failed(
             if let (Some(_), false) = (&held, may_retry) {
                 cleanup::stranded(&attempt.service.shared, &attempt.pair.prefill.worker.id);
             }
-            attempt.failed(LegFailure::of(Role::Decode, worker, &error), held)
+            attempt.failed(LegFailure::of(Role::Decode, worker, error), held)
         }
     }
 }
@@ -357,7 +385,10 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
     let progress = call.progress.clone();
     let mut prefill = PrefillLeg::new(&attempt, held_job, progress, Box::pin(prefill_to_its_end(call, booking)));
     let answer = match prefill.end().await {
-        PrefillEnd::Done(answer) => answer,
+        PrefillEnd::Done(answer) => {
+            attempt.pair.prefill.succeeded(&attempt.service.shared);
+            answer
+        }
         PrefillEnd::Refused(refusal) => {
             prefill.disarm();
             attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
@@ -375,8 +406,10 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
             prefill.disarm();
             let worker = attempt.pair.prefill.worker.id.clone();
             let reason = error.to_string();
-            return attempt
-                .failed(LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false }, None);
+            let blame = Blame::Answer(Standing::Fault);
+            let failure =
+                LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false, blame };
+            return attempt.failed(failure, None);
         }
     };
     let leg = pd::decode_leg(

@@ -136,6 +136,8 @@ pub struct RequestMetrics {
     generation_tokens_total: IntCounterVec,
     picks_total: IntCounterVec,
     retries_total: IntCounterVec,
+    retries_refused_total: IntCounter,
+    refused_keys_total: IntCounter,
     prompt_failures_total: IntCounterVec,
     prompt_seconds: Histogram,
 }
@@ -237,6 +239,12 @@ impl RequestMetrics {
                 "Attempts repeated on another worker, by what ended the one before.",
                 &["reason"],
             )?,
+            refused_keys_total: make
+                .counter("infera_router_refused_keys_total", "Requests without one of the router's keys.")?,
+            retries_refused_total: make.counter(
+                "infera_router_retries_refused_total",
+                "Failures passed on to the client because the retry budget was spent.",
+            )?,
             prompt_failures_total: make.counters(
                 "infera_router_prompt_failures_total",
                 "Requests routed by load alone because their prompt gave no blocks.",
@@ -283,6 +291,19 @@ impl RequestMetrics {
 
     pub fn retried(&self, reason: &'static str) {
         self.retries_total.with_label_values(&[reason]).inc();
+    }
+
+    pub fn retry_refused(&self) {
+        self.retries_refused_total.inc();
+    }
+
+    pub fn refused_key(&self) {
+        self.refused_keys_total.inc();
+    }
+
+    /// Requests being served now.
+    pub fn inflight(&self) -> u64 {
+        self.inflight.iter().map(|gauge| gauge.get().max(0) as u64).sum()
     }
 
     pub fn prompt_done(&self, seconds: f64) {

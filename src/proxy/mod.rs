@@ -2,11 +2,13 @@
 //! release. Owns no socket and no thread; everything it holds for a request goes with the request's future,
 //! which the engine drops when the client leaves.
 
+mod budget;
 mod cleanup;
 mod direct;
 mod disaggregated;
 mod exchange;
 mod held;
+mod keys;
 mod legs;
 mod metrics;
 mod observe;
@@ -21,10 +23,13 @@ mod relay;
 mod service;
 mod shared;
 mod steering;
+mod verdict;
 
+pub use keys::{ClientKeys, OutboundHeaders};
 pub use metrics::RequestMetrics;
-pub use service::{RouterService, metrics_response};
+pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{
-    ControlAsk, ControlPlane, DisaggregationSettings, Lifecycle, PrefillRelease, RouterMode, Settings, Shared,
+    ControlAsk, ControlPlane, DisaggregationSettings, InflightCaps, Lifecycle, PrefillRelease, RouterMode, Settings,
+    Shared,
 };
 pub use steering::{Steering, SteeringSettings};

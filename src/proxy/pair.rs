@@ -4,7 +4,7 @@
 use std::rc::Rc;
 
 use super::direct::{self, Named};
-use super::pick::{Picked, Wish, pick};
+use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::Prompts;
 use super::service::RouterService;
 use super::steering::SessionName;
@@ -114,7 +114,7 @@ pub(super) fn pick_pair(
             _ => Ok(None),
         };
     }
-    let Some(picked_prefill) = pick_of(service, view, wish, Role::Prefill, &paired) else { return Ok(None) };
+    let Some(picked_prefill) = pick_of(service, view, wish, Role::Prefill, &paired)? else { return Ok(None) };
     let fleet = &view.fleet;
     let worker = |index: u32| &fleet.targets[index as usize].worker.id;
     let peer_of = |side: &[Member], picked: &Picked| {
@@ -124,7 +124,7 @@ pub(super) fn pick_pair(
     let protocol = prefill_peer.protocol;
     let partners: Vec<u32> =
         decode.iter().filter(|it| it.peer.protocol == protocol).map(|member| member.index).collect();
-    let Some(picked_decode) = pick_of(service, view, wish, Role::Decode, &partners) else { return Ok(None) };
+    let Some(picked_decode) = pick_of(service, view, wish, Role::Decode, &partners)? else { return Ok(None) };
     let Some(decode_peer) = peer_of(&decode, &picked_decode) else { return Ok(None) };
     let another_prefill = paired.iter().any(|index| *worker(*index) != picked_prefill.worker.id);
     let another_decode =
@@ -138,10 +138,20 @@ pub(super) fn pick_pair(
     }))
 }
 
-fn pick_of(service: &RouterService, view: &View, wish: &PairWish<'_>, role: Role, pool: &[u32]) -> Option<Picked> {
+fn pick_of(
+    service: &RouterService,
+    view: &View,
+    wish: &PairWish<'_>,
+    role: Role,
+    pool: &[u32],
+) -> Result<Option<Picked>, ApiError> {
     let PairWish { model, prompts, samples, session, .. } = *wish;
     let wish = Wish { model, role, pool, prompts, samples, session, tried: &[], by_load: false };
-    pick(service, view, &wish)
+    match pick(service, view, &wish) {
+        Ok(picked) => Ok(Some(picked)),
+        Err(NoPick::NoneLeft) => Ok(None),
+        Err(NoPick::Full) => Err(ApiError::full(wish.model)),
+    }
 }
 
 /// The untried targets of one pool that fit the request, and what is wrong with the others.

@@ -2,6 +2,7 @@
 //! from the atomics, the choice from `route`, from the request's session or from decode demand, and the charge on
 //! the chosen target.
 
+use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -12,8 +13,9 @@ use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
 use super::queries::Queries;
 use super::service::{Handles, RouterService, Scratch};
 use super::steering::{SessionName, Turn};
+use crate::breaker::{Admission, Probe};
 use crate::decode_demand::{self, DecodeCandidate, DecodeDemand, Input, Reservation, Selection};
-use crate::fleet::{Fleet, RecordId, Target, Worker};
+use crate::fleet::{Fleet, HealthState, RecordId, Target, Worker};
 use crate::hash::BlockHash;
 use crate::index::View;
 use crate::load::Booking;
@@ -30,30 +32,28 @@ pub(super) struct Picked {
     /// Absent once it was handed to somebody who ends earlier.
     pub booking: Option<Booking>,
     _reservation: Option<Reservation>,
-    session: Option<Lease>,
+    pub(super) session: Option<Lease>,
+    /// Present when the request tries a worker that the circuit breaker has opened.
+    pub(super) probe: Cell<Option<Probe>>,
 }
 
 impl Picked {
-    /// The worker has answered the request well: its session stays with it.
-    pub fn served(&self) {
-        if let Some(session) = &self.session {
-            session.served();
-        }
+    fn has_lost_its_probe(&self) -> bool {
+        let probe = self.probe.take();
+        let is_lost =
+            probe.is_none() && matches!(self.worker.health.read().state, HealthState::Open | HealthState::Probing);
+        self.probe.set(probe);
+        is_lost
     }
+}
 
-    /// The worker has answered the request to its end.
-    pub fn completed(&self) {
-        if let Some(booking) = &self.booking {
-            booking.note_complete();
-        }
-    }
-
-    /// The worker has failed the request: its session is free to go elsewhere.
-    pub fn failed(&self) {
-        if let Some(session) = &self.session {
-            session.failed();
-        }
-    }
+/// Why nobody was picked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoPick {
+    /// Every worker of the pool has been tried, or the pool is empty.
+    NoneLeft,
+    /// Those that are left hold as many requests as they may.
+    Full,
 }
 
 /// What a pick is for.
@@ -72,23 +72,61 @@ pub(super) struct Wish<'a> {
     pub by_load: bool,
 }
 
-/// Nothing when every worker of the pool has been tried.
-pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Option<Picked> {
-    let shared = &service.shared;
+pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Result<Picked, NoPick> {
     let mut scratch = service.scratch.borrow_mut();
-    let Scratch { queries, candidates, indexes } = &mut *scratch;
+    let Scratch { indexes, .. } = &mut *scratch;
     indexes.clear();
     indexes.extend(route::untried(&view.fleet, wish.pool, wish.tried));
     if indexes.is_empty() {
-        return None;
+        return Err(NoPick::NoneLeft);
     }
+    if let Some(cap) = service.shared.settings.caps.per_target {
+        indexes.retain(|index| view.fleet.targets[*index as usize].load.requests() < cap);
+        if indexes.is_empty() {
+            return Err(NoPick::Full);
+        }
+    }
+    let is_chosen_well = leave_out_ailing(service, &view.fleet, indexes);
+    loop {
+        let picked = pick_among(service, view, wish, &mut scratch).ok_or(NoPick::NoneLeft)?;
+        if !is_chosen_well || !picked.has_lost_its_probe() {
+            return Ok(picked);
+        }
+        // Another shard has taken the probe, or the worker was opened, in this very moment.
+        let indexes = &mut scratch.indexes;
+        indexes.retain(|index| view.fleet.targets[*index as usize].worker.id != picked.worker.id);
+        if indexes.is_empty() {
+            return Ok(picked);
+        }
+    }
+}
+
+/// Leaves out workers that the circuit breaker has opened or that have asked for time. Where that leaves nobody, all stay
+/// in: a wrong verdict must not take a model down. Tells whether all that are left may be asked.
+fn leave_out_ailing(service: &RouterService, fleet: &Fleet, indexes: &mut Vec<u32>) -> bool {
+    if !fleet.has_ailing() {
+        return true;
+    }
+    let (breaker, now_ms) = (&service.shared.settings.breaker, service.shared.now_ms());
+    let may_be_asked =
+        |index: &u32| breaker.admission(&fleet.targets[*index as usize].worker.health, now_ms) != Admission::Excluded;
+    let is_anyone_left = indexes.iter().any(may_be_asked);
+    if is_anyone_left {
+        indexes.retain(may_be_asked);
+    }
+    is_anyone_left
+}
+
+fn pick_among(service: &RouterService, view: &View, wish: &Wish<'_>, scratch: &mut Scratch) -> Option<Picked> {
+    let shared = &service.shared;
+    let Scratch { queries, candidates, indexes } = scratch;
     if wish.by_load {
         let index = route::by_load(&view.fleet, indexes.iter().copied())?;
         return Charge::of(Arc::new([])).on(service, &view.fleet.targets[index as usize]);
     }
     let sessions = shared.steering.sessions.as_ref();
     let turn = sessions.zip(wish.session).and_then(|(sessions, name)| sessions.turn(name, wish.model, wish.role));
-    let session = Session { turn, fleet: &view.fleet, indexes };
+    let session = Session { turn, fleet: &view.fleet, indexes: &*indexes };
     if shared.settings.policy == Policy::RoundRobin {
         let choose = || service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes);
         let (index, lease) = match session.follow() {
@@ -334,6 +372,11 @@ impl Charge {
         let shared = &service.shared;
         let handles = service.handles.of(&shared.metrics, target);
         handles.picks.inc();
+        let health = &target.worker.health;
+        let probe = match health.read().state {
+            HealthState::Well => None,
+            _ => shared.settings.breaker.claim(health, shared.now_ms()),
+        };
         Some(Picked {
             worker: target.worker.clone(),
             address,
@@ -342,6 +385,7 @@ impl Charge {
             booking: Some(Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns())),
             _reservation: self.reservation,
             session: self.session,
+            probe: Cell::new(probe),
         })
     }
 }

@@ -16,7 +16,7 @@ use super::metrics::Outcome;
 use super::observe::AnswerObserver;
 use super::service::Handles;
 use crate::api::{self, ApiError};
-use crate::pd::Completion;
+use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
 
 /// Set on streams: a proxy in front of this one must not collect them.
@@ -52,28 +52,52 @@ pub(super) struct Answer {
     pub outcome: Outcome,
     /// The engine said all it had to say.
     pub is_whole: bool,
+    /// What went wrong inside it, and by whom.
+    pub failure: Option<StreamFailure>,
 }
 
-/// Watches a decode answer; a stream is whole only with its terminator.
-struct PairObserver {
-    answer: AnswerObserver,
+/// Watches an answer: what it carries, and for a stream what its events say about its end.
+pub(super) struct StreamObserver {
+    pub answer: AnswerObserver,
+    /// Absent for what is no stream of events.
     completion: Option<Completion>,
-    is_complete: Rc<Cell<bool>>,
+    /// Set at a stream's terminator; then the stream is whole only with one.
+    is_complete: Option<Rc<Cell<bool>>>,
 }
 
-impl BodyObserver for PairObserver {
+impl StreamObserver {
+    /// Of one worker's answer. Endpoints differ in how a stream ends, so any stream that has said something is whole once
+    /// its body is; one without a single data line has said nothing.
+    pub fn of_a_worker(is_stream: bool) -> Self {
+        Self { answer: AnswerObserver::new(), completion: is_stream.then(Completion::default), is_complete: None }
+    }
+
+    /// Of a decode leg's answer: its stream is whole only with its terminator.
+    fn of_decode(is_stream: bool, is_complete: Rc<Cell<bool>>) -> Self {
+        Self { is_complete: Some(is_complete), ..Self::of_a_worker(is_stream) }
+    }
+
+    /// An error that came inside the stream.
+    pub fn failure(&self) -> Option<StreamFailure> {
+        self.completion.as_ref().and_then(Completion::failure)
+    }
+}
+
+impl BodyObserver for StreamObserver {
     fn data(&mut self, payload: &[u8]) {
         self.answer.data(payload);
-        if let Some(completion) = &mut self.completion {
-            completion.feed(payload);
-            if completion.has_ended() {
-                self.is_complete.set(true);
-            }
+        let Some(completion) = &mut self.completion else { return };
+        completion.feed(payload);
+        if let Some(is_complete) = &self.is_complete
+            && completion.has_ended()
+        {
+            is_complete.set(true);
         }
     }
 
     fn is_whole(&self) -> bool {
-        self.completion.as_ref().is_none_or(Completion::has_ended)
+        let Some(completion) = &self.completion else { return true };
+        if self.is_complete.is_some() { completion.has_ended() } else { completion.has_data() }
     }
 }
 
@@ -87,11 +111,7 @@ pub(super) async fn relay_decode(
     let status = response.status;
     let is_stream = is_stream(&response);
     let worker = &answering.decode_worker;
-    let mut observer = PairObserver {
-        answer: AnswerObserver::new(),
-        completion: is_stream.then(Completion::default),
-        is_complete: answering.is_complete.clone(),
-    };
+    let mut observer = StreamObserver::of_decode(is_stream, answering.is_complete.clone());
     let outcome = {
         let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
         poll_fn(|context| {
@@ -103,24 +123,26 @@ pub(super) async fn relay_decode(
         })
         .await
     };
-    let failed = observer.completion.as_ref().is_some_and(Completion::has_failed);
+    let failure = observer.failure();
     match outcome {
-        RelayOutcome::Complete if failed => {
+        RelayOutcome::Complete if failure.is_some() => {
             warn!(worker = &**worker, "a decode worker reported an error inside its stream");
-            Answer { outcome: Outcome::Error, is_whole: true }
+            Answer { outcome: Outcome::Error, is_whole: true, failure }
         }
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
                 count((&answering.prefill, &answering.decode), answering.received, &observer.answer);
             }
-            Answer { outcome: Outcome::from(status), is_whole: true }
+            Answer { outcome: Outcome::from(status), is_whole: true, failure }
         }
         RelayOutcome::UpstreamFailed(error) => {
             warn!(worker = &**worker, phase = error.phase(), %error, "an answer was cut by its decode worker");
             answer_if_possible(responder, format!("decode worker {worker} failed ({}): {error}", error.phase())).await;
-            Answer { outcome: Outcome::Error, is_whole: false }
+            Answer { outcome: Outcome::Error, is_whole: false, failure: Some(StreamFailure::Worker) }
         }
-        RelayOutcome::ClientGone => Answer { outcome: Outcome::StreamFailed, is_whole: answering.is_complete.get() },
+        RelayOutcome::ClientGone => {
+            Answer { outcome: Outcome::StreamFailed, is_whole: answering.is_complete.get(), failure }
+        }
     }
 }
 

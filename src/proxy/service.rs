@@ -11,6 +11,7 @@ use http::{HeaderValue, StatusCode, header};
 use infera_shards::{Rejection, Request, Responder, Response, Service, ShardContext};
 use serde_json::json;
 
+use super::budget::RetryBudget;
 use super::exchange;
 use super::metrics::TargetHandles;
 use super::peers::Peers;
@@ -20,12 +21,36 @@ use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
 use crate::route::{Candidate, RoundRobin};
 
+/// What a listener answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Surface {
+    All,
+    /// Requests for models; the control pages are on an address of their own.
+    Traffic,
+    /// The control pages alone.
+    Control,
+}
+
+impl Surface {
+    fn answers(self, endpoint: &Endpoint) -> bool {
+        let is_control = matches!(endpoint, Endpoint::Workers | Endpoint::Metrics | Endpoint::CacheView(_));
+        let is_common = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Models | Endpoint::Model(_));
+        match self {
+            Surface::All => true,
+            Surface::Traffic => !is_control,
+            Surface::Control => is_control || is_common,
+        }
+    }
+}
+
 /// One shard's half of the router.
 pub struct RouterService {
+    surface: Surface,
     pub(super) shared: Arc<Shared>,
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
+    pub(super) retry_budget: RetryBudget,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
     view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
@@ -40,12 +65,14 @@ pub(super) struct Scratch {
 }
 
 impl RouterService {
-    pub fn new(shared: Arc<Shared>, context: ShardContext) -> Self {
+    pub fn new(surface: Surface, shared: Arc<Shared>, context: ShardContext) -> Self {
         Self {
+            surface,
             view: RefCell::new(Cache::new(shared.view.clone())),
             round_robin: RefCell::new(RoundRobin::new(context.shard)),
             handles: TargetHandles::default(),
             peers: Peers::default(),
+            retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
             shared,
             context,
@@ -55,6 +82,15 @@ impl RouterService {
     /// The newest view. Costs one atomic load unless a new one was published.
     pub(super) fn view(&self) -> Arc<View> {
         self.view.borrow_mut().load().clone()
+    }
+
+    /// Takes a retry out of the shard's budget; counted where there is none left.
+    pub(super) fn may_spend_a_retry(&self) -> bool {
+        let has_one = self.retry_budget.take(self.shared.now_ms());
+        if !has_one {
+            self.shared.metrics.retry_refused();
+        }
+        has_one
     }
 
     async fn local(&self, endpoint: Endpoint, request: &Request) -> Response {
@@ -131,7 +167,18 @@ impl RouterService {
 
 impl Service for RouterService {
     async fn call(&self, request: Request, responder: &mut Responder) {
-        match api::endpoint(&request.method, &request.target) {
+        let mut endpoint = api::endpoint(&request.method, &request.target);
+        if !self.surface.answers(&endpoint) {
+            endpoint = Endpoint::Unknown;
+        }
+        // Probes and scrapers carry no keys, and are told nothing but numbers.
+        let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics);
+        if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
+            self.shared.metrics.refused_key();
+            let _ = responder.send(ApiError::WrongKey.into_response()).await;
+            return;
+        }
+        match endpoint {
             endpoint
             @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward) => {
                 exchange::serve(self, endpoint, request, responder).await;

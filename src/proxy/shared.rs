@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 
 use infera_shards::{Completion, Response};
 
+use super::keys::{ClientKeys, OutboundHeaders};
 use super::metrics::RequestMetrics;
 use super::steering::Steering;
+use crate::breaker::BreakerSettings;
 use crate::index::SharedView;
 use crate::load::LedgerSink;
 use crate::prompt::Prompter;
@@ -19,12 +21,20 @@ use crate::worker::Role;
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub policy: Policy,
+    /// How many shards there are.
+    pub shards: usize,
     /// `--kv-overlap-weight`.
     pub overlap_weight: f64,
     /// `--kv-host-tier-weight`.
     pub host_tier_weight: f64,
     /// `--request-max-retries`: attempts on other workers after the first.
     pub retries_max: u32,
+    /// `--retry-budget-percent`: retries, as a share of the requests.
+    pub retry_budget_percent: f64,
+    pub breaker: BreakerSettings,
+    pub caps: InflightCaps,
+    pub client_keys: ClientKeys,
+    pub outbound: OutboundHeaders,
     pub disaggregation: DisaggregationSettings,
 }
 
@@ -37,6 +47,15 @@ impl Settings {
             Role::Decode => self.disaggregation.decode_overlap_weight,
         }
     }
+}
+
+/// Requests in flight beyond which further ones are answered with 429; `None` for no cap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InflightCaps {
+    /// `--max-inflight`.
+    pub total: Option<u64>,
+    /// `--max-inflight-per-worker`, for each target: a rank-multiplexed worker has one per rank.
+    pub per_target: Option<u64>,
 }
 
 /// Settings of requests that a prefill and a decode worker share.
@@ -134,5 +153,10 @@ impl Shared {
 
     pub fn now_ns(&self) -> u64 {
         self.epoch.elapsed().as_nanos() as u64
+    }
+
+    /// The same clock as the circuit breaker has it.
+    pub fn now_ms(&self) -> u64 {
+        self.epoch.elapsed().as_millis() as u64
     }
 }

@@ -21,6 +21,8 @@ use crate::net::{Peeked, Stream};
 use crate::service::{Rejection, RejectionKind, Request};
 
 /// First allocation for a body whose length is only claimed, bytes.
+/// How long a connection that was made during a drain has for its first byte.
+const FIRST_REQUEST_GRACE: Duration = Duration::from_secs(1);
 const BODY_BYTES_FIRST: usize = 256 << 10;
 /// A request that begins this soon after the answer before it, on the coarse clock, is quick.
 const QUICK_GAP_MS: u64 = 1000;
@@ -250,11 +252,14 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
             let idle = self.input.bytes.is_empty();
             let limit = if idle && !first {
                 limits.keep_alive_timeout
+            } else if idle && self.client.shard.draining.get() {
+                FIRST_REQUEST_GRACE
             } else {
                 let deadline = *deadline_ms.get_or_insert(now_ms() + head_timeout.as_millis() as u64);
                 Duration::from_millis(deadline.saturating_sub(now_ms()))
             };
-            self.client.task.set_idle(idle);
+            // Whoever has just connected has a request on its way, and is not told by a close that there is a drain.
+            self.client.task.set_idle(idle && !first);
             let waited_from_ms = now_ms();
             let more = self.more(limit, self.input.wait(), arm).await;
             self.client.task.set_idle(false);

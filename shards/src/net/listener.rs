@@ -3,7 +3,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
@@ -27,6 +27,18 @@ pub(crate) fn bind(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr)> {
     Ok((socket, bound))
 }
 
+/// Whether another process (or this one) listens on the address already: a socket that would not share it cannot have it.
+pub(crate) fn is_taken(address: SocketAddr) -> bool {
+    let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+    let bound = || {
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        // Connections of a former listener that are still in TIME_WAIT do not count.
+        sockopt::set_socket_reuseaddr(&socket, true)?;
+        rustix::net::bind(&socket, &address)
+    };
+    address.port() != 0 && bound() == Err(rustix::io::Errno::ADDRINUSE)
+}
+
 pub(crate) struct Listener {
     stream: Stream,
     socket: OwnedFd,
@@ -41,6 +53,11 @@ impl Listener {
 
     pub(crate) async fn readable(&self) -> io::Result<()> {
         self.stream.readable().await
+    }
+
+    /// From now on nobody new comes in, and nobody is refused; see [`crate::raw::drop_new_handshakes`].
+    pub(crate) fn drop_new_handshakes(&self) -> io::Result<()> {
+        crate::raw::drop_new_handshakes(self.socket.as_fd())
     }
 
     /// The next waiting connection; `WouldBlock` when there is none. CLOEXEC is set in the same call.

@@ -2,6 +2,7 @@
 //! connection until the body has ended, and gives it back to the pool then and only then.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::StatusCode;
@@ -32,6 +33,9 @@ pub struct UpstreamResponse {
     content_length: Option<u64>,
     framing: Framing,
     keep_alive: bool,
+    /// A byte of the body has come. Until then the first-byte limit holds: engines send their head at once and then
+    /// queue the request.
+    has_begun: bool,
     /// `None` only after the end of `drop`.
     connection: Option<Box<Connection>>,
     shared: Rc<Shared>,
@@ -53,6 +57,7 @@ impl UpstreamResponse {
             content_length: parsed.content_length,
             framing: parsed.framing,
             keep_alive,
+            has_begun: false,
             connection: Some(connection),
             shared,
         }
@@ -71,7 +76,7 @@ impl UpstreamResponse {
     /// Waits until the first byte of the body is at hand, or the body has ended. Nothing is consumed, and the head may
     /// still be thrown away afterwards: a caller that has promised nothing to its client yet can go elsewhere.
     pub async fn body_started(&mut self) -> Result<(), UpstreamError> {
-        let limit = self.shared.config.idle_timeout;
+        let limit = self.limit();
         if self.framing.is_done() || self.has_buffered() {
             return Ok(());
         }
@@ -80,9 +85,18 @@ impl UpstreamResponse {
             Ok(0) if matches!(self.framing, Framing::Close { .. }) => Ok(()),
             Ok(0) => Err(self.failed(UpstreamErrorKind::ClosedInBody)),
             Ok(_) => Ok(()),
-            Err(Trouble::Timeout) => Err(self.failed(UpstreamErrorKind::IdleTimeout)),
+            Err(Trouble::Timeout) => Err(self.late()),
             Err(Trouble::Broken(error)) => Err(self.failed(UpstreamErrorKind::ResetInBody(error))),
         }
+    }
+
+    /// Longest wait for the next byte.
+    fn limit(&self) -> Option<Duration> {
+        if self.has_begun { self.shared.config.idle_timeout } else { self.shared.config.first_byte_timeout }
+    }
+
+    fn late(&mut self) -> UpstreamError {
+        self.failed(if self.has_begun { UpstreamErrorKind::IdleTimeout } else { UpstreamErrorKind::FirstByteTimeout })
     }
 
     /// The body ended as its framing says, but not as its observer expects.
@@ -133,16 +147,17 @@ impl UpstreamResponse {
         if self.framing.is_done() {
             return Ok(None);
         }
-        let limit = self.shared.config.idle_timeout;
+        let limit = self.limit();
         let Some(connection) = self.connection.as_mut() else { return Ok(None) };
         if connection.buffer.is_empty() {
             match connection.fill(limit).await {
                 Ok(0) => return self.end_of_stream(shape).map(Some),
                 Ok(_) => {}
-                Err(Trouble::Timeout) => return Err(self.failed(UpstreamErrorKind::IdleTimeout)),
+                Err(Trouble::Timeout) => return Err(self.late()),
                 Err(Trouble::Broken(error)) => return Err(self.failed(UpstreamErrorKind::ResetInBody(error))),
             }
         }
+        self.has_begun = true;
         let mut piece = std::mem::take(&mut connection.buffer);
         match take_body(&mut self.framing, &mut piece, shape, observer) {
             Ok(within) => {

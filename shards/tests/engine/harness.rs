@@ -230,6 +230,7 @@ impl TestEngine {
             client_aborts: sum.client_aborts + one.client_aborts,
             rejections: sum.rejections + one.rejections,
             panics: sum.panics + one.panics,
+            sweeps: sum.sweeps + one.sweeps,
         })
     }
 

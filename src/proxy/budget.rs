@@ -1,0 +1,99 @@
+//! How much of a shard's traffic may be retries. When many workers fail at once, every request would be sent several
+//! times, and what is left of the fleet would fall too: beyond a share of the traffic, failures go to the client.
+
+use std::cell::Cell;
+
+/// One retry in the account's unit: sums of many small parts must come out exactly.
+const RETRY: u64 = 1_000_000;
+
+/// Retries per second that are always allowed, all shards together: a quiet router must be able to retry at all.
+const RESERVE_PER_SECOND: u64 = 10;
+
+/// Seconds of the reserve that a quiet shard saves up.
+const RESERVE_SECONDS: u64 = 10;
+
+/// Retries that traffic saves up: a burst of failures after an hour without any is still a burst.
+const SAVED_MAX: u64 = 100;
+
+/// One shard's account; never shared.
+pub(super) struct RetryBudget {
+    /// What one request pays in.
+    share: u64,
+    reserve_per_ms: u64,
+    saved: Cell<u64>,
+    reserve: Cell<u64>,
+    refilled_ms: Cell<u64>,
+}
+
+impl RetryBudget {
+    /// `percent` of the traffic of each of `shards` shards.
+    pub fn new(percent: f64, shards: usize) -> Self {
+        let reserve_per_ms = RESERVE_PER_SECOND * RETRY / 1_000 / shards.max(1) as u64;
+        Self {
+            share: (percent / 100.0 * RETRY as f64).round() as u64,
+            reserve_per_ms,
+            saved: Cell::new(0),
+            reserve: Cell::new(RESERVE_SECONDS * 1_000 * reserve_per_ms),
+            refilled_ms: Cell::new(0),
+        }
+    }
+
+    /// A request pays in.
+    pub fn request(&self) {
+        self.saved.set((self.saved.get() + self.share).min(SAVED_MAX * RETRY));
+    }
+
+    /// Whether a retry is left.
+    pub fn has_one(&self, now_ms: u64) -> bool {
+        self.account_with_one(now_ms).is_some()
+    }
+
+    /// Takes one retry out, if there is one.
+    pub fn take(&self, now_ms: u64) -> bool {
+        let account = self.account_with_one(now_ms);
+        account.inspect(|account| account.set(account.get() - RETRY)).is_some()
+    }
+
+    fn account_with_one(&self, now_ms: u64) -> Option<&Cell<u64>> {
+        let passed_ms = now_ms.saturating_sub(self.refilled_ms.replace(now_ms));
+        let most = (RESERVE_SECONDS * 1_000 * self.reserve_per_ms).max(RETRY);
+        self.reserve.set(self.reserve.get().saturating_add(passed_ms.saturating_mul(self.reserve_per_ms)).min(most));
+        [&self.saved, &self.reserve].into_iter().find(|account| account.get() >= RETRY)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(budget: &RetryBudget, wanted: usize, now_ms: u64) -> usize {
+        (0..wanted).filter(|_| budget.take(now_ms)).count()
+    }
+
+    #[test]
+    fn a_share_of_the_traffic_and_a_reserve() {
+        let budget = RetryBudget::new(20.0, 1);
+        assert_eq!(taken(&budget, 1_000, 0), 100, "what a quiet router has saved");
+        for _ in 0..50 {
+            budget.request();
+        }
+        assert_eq!(taken(&budget, 1_000, 0), 10, "a fifth of fifty requests");
+        assert_eq!(taken(&budget, 1_000, 1_000), 10, "ten per second");
+        assert_eq!(taken(&budget, 1_000, 1_050), 0);
+        assert_eq!(taken(&budget, 1_000, 1_100), 1);
+        for _ in 0..10_000 {
+            budget.request();
+        }
+        assert_eq!(taken(&budget, 1_000, 1_100), 100, "savings are capped");
+    }
+
+    #[test]
+    fn shards_share_the_reserve_and_0_percent_leaves_only_that() {
+        let budget = RetryBudget::new(0.0, 10);
+        assert_eq!(taken(&budget, 100, 0), 10);
+        for _ in 0..1_000 {
+            budget.request();
+        }
+        assert_eq!(taken(&budget, 100, 2_000), 2);
+    }
+}

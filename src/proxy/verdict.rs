@@ -1,0 +1,148 @@
+//! What the end of an attempt says about its worker: the session that is bound to it, and the circuit breaker. Every
+//! attempt is judged once, at the end of its answer, whatever the endpoint; one that is dropped unjudged (its client
+//! left) says nothing.
+
+use std::io;
+use std::time::Duration;
+
+use http::StatusCode;
+use infera_shards::{UpstreamError, UpstreamErrorKind, UpstreamResponse};
+use tracing::{info, warn};
+
+use super::pick::Picked;
+use super::shared::Shared;
+use crate::breaker::Change;
+
+/// How an answer of a worker counts before its body is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// Judged by the end of its body.
+    Fine,
+    /// The client's own mistake: says nothing about the worker.
+    Refused,
+    /// The worker is alive and wants to be left alone for a while, if it said for how long.
+    Overloaded(Option<Duration>),
+    Fault,
+}
+
+impl Standing {
+    /// A 429 is no fault, nor is a 503 that says when to come back; all other 5xx are.
+    pub fn of(response: &UpstreamResponse) -> Self {
+        let retry_after = || response.head.get("retry-after").and_then(retry_after);
+        match response.status {
+            StatusCode::TOO_MANY_REQUESTS => Standing::Overloaded(retry_after()),
+            StatusCode::SERVICE_UNAVAILABLE => match retry_after() {
+                Some(delay) => Standing::Overloaded(Some(delay)),
+                None => Standing::Fault,
+            },
+            status if status.is_server_error() => Standing::Fault,
+            status if status.is_client_error() => Standing::Refused,
+            _ => Standing::Fine,
+        }
+    }
+
+    /// Whether another worker may do better.
+    pub fn is_worth_a_retry(self) -> bool {
+        matches!(self, Standing::Overloaded(_) | Standing::Fault)
+    }
+}
+
+/// `Retry-After` in seconds. A date is not read: it would need the worker's clock to be ours.
+fn retry_after(value: &[u8]) -> Option<Duration> {
+    std::str::from_utf8(value).ok()?.trim().parse().ok().map(Duration::from_secs)
+}
+
+impl Picked {
+    /// The worker has begun to answer well: the request's session stays with it.
+    pub fn served(&self) {
+        if let Some(session) = &self.session {
+            session.served();
+        }
+    }
+
+    /// The worker has answered the request to its end: its events may show the prompt from now on.
+    pub fn completed(&self) {
+        if let Some(booking) = &self.booking {
+            booking.note_complete();
+        }
+    }
+
+    /// The worker has answered to the end, and well.
+    pub fn succeeded(&self, shared: &Shared) {
+        let change = shared.settings.breaker.succeeded(&self.worker.health, self.probe.take());
+        self.tell(change);
+    }
+
+    /// The worker has failed the request: its session is free to go elsewhere.
+    pub fn failed(&self, shared: &Shared) {
+        self.free_session();
+        let change = shared.settings.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
+        self.tell(change);
+    }
+
+    /// The exchange with the worker has failed. Want of descriptors or ports of our own is not the worker's fault.
+    pub fn failed_by(&self, shared: &Shared, error: &UpstreamError) {
+        match &error.kind {
+            UpstreamErrorKind::Connect(cause) if is_our_own(cause) => self.free_session(),
+            _ => self.failed(shared),
+        }
+    }
+
+    /// The worker's answer is one that ends the attempt by its status alone.
+    pub fn answered(&self, shared: &Shared, standing: Standing) {
+        match standing {
+            Standing::Fine | Standing::Refused => {}
+            Standing::Fault => self.failed(shared),
+            Standing::Overloaded(delay) => {
+                self.free_session();
+                drop(self.probe.take());
+                if let Some(delay) = delay {
+                    shared.settings.breaker.overloaded(&self.worker.health, delay, shared.now_ms());
+                }
+            }
+        }
+    }
+
+    fn free_session(&self) {
+        if let Some(session) = &self.session {
+            session.failed();
+        }
+    }
+
+    fn tell(&self, change: Option<Change>) {
+        let worker = &*self.worker.id;
+        match change {
+            Some(Change::Opened { for_ms }) => {
+                warn!(worker, for_ms, "a worker has failed too often in a row and gets no requests for a while");
+            }
+            Some(Change::Closed) => info!(worker, "a worker that had failed serves again"),
+            None => {}
+        }
+    }
+}
+
+fn is_our_own(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let ours = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::ADDRNOTAVAIL];
+    error.raw_os_error().is_some_and(|code| ours.iter().any(|errno| errno.raw_os_error() == code))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_seconds_are_read_as_a_delay() {
+        assert_eq!(retry_after(b" 7 "), Some(Duration::from_secs(7)));
+        for odd in [&b"Wed, 21 Oct 2026 07:28:00 GMT"[..], b"-1", b"1.5", b"", b"\xff", b"99999999999999999999999"] {
+            assert_eq!(retry_after(odd), None);
+        }
+    }
+
+    #[test]
+    fn want_of_descriptors_is_our_own() {
+        assert!(is_our_own(&io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error())));
+        assert!(!is_our_own(&io::Error::from_raw_os_error(rustix::io::Errno::CONNREFUSED.raw_os_error())));
+        assert!(!is_our_own(&io::Error::other("text")));
+    }
+}

@@ -1,0 +1,148 @@
+//! Seeded chaos against the built binary: engines that reset, freeze, answer garbage, cut their streams and flap in a
+//! real etcd; clients that leave, stall and dribble. What is asked of the router: every answer is right or an honest
+//! error, nothing panics, and at rest nothing is left, neither bookings nor descriptors nor memory.
+//!
+//! `INFERA_CHAOS_SECONDS` sets how long the storm lasts (default 15), `INFERA_CHAOS_SEED` repeats one.
+
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
+mod clients;
+mod engines;
+#[path = "../support/etcd.rs"]
+mod etcd;
+#[allow(dead_code)]
+#[path = "../e2e/support/mod.rs"]
+mod support;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use clients::Tally;
+use engines::Engine;
+use etcd::Etcd;
+use support::router::{Router, router};
+use support::wait_until;
+
+const ENGINES: usize = 6;
+const CLIENTS: usize = 24;
+const PREFIX: &str = "/infera/workers/";
+
+/// A number from the environment.
+fn setting(name: &str, default: impl FnOnce() -> u64) -> u64 {
+    match std::env::var(name) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} is a whole number, not {text:?}")),
+        Err(_) => default(),
+    }
+}
+
+struct Usage {
+    descriptors: usize,
+    resident_bytes: u64,
+}
+
+fn usage(router: &Router) -> Usage {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", router.pid())).unwrap();
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let kib: u64 = resident.trim().split(' ').next().unwrap().parse().unwrap();
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", router.pid())).unwrap().count();
+    Usage { descriptors, resident_bytes: kib << 10 }
+}
+
+fn register(etcd: &Etcd, number: usize, engine: &Engine) {
+    let record = serde_json::json!({
+        "worker_id": format!("engine-{number}"), "url": format!("http://{}", engine.address), "model_name": "m",
+        "disagg_mode": "mixed", "status": "active", "kv_block_size": 16
+    });
+    etcd.put(&format!("{PREFIX}engine-{number}"), &record.to_string());
+}
+
+#[test]
+fn storms_leave_nothing_behind() {
+    let seed = setting("INFERA_CHAOS_SEED", || fastrand::u64(..));
+    let duration = Duration::from_secs(setting("INFERA_CHAOS_SECONDS", || 15));
+    eprintln!("INFERA_CHAOS_SEED={seed} INFERA_CHAOS_SECONDS={}", duration.as_secs());
+    let etcd = Etcd::start();
+    let engines: Vec<Engine> = (0..ENGINES).map(|number| Engine::start(seed.wrapping_add(number as u64))).collect();
+    engines.iter().enumerate().for_each(|(number, engine)| register(&etcd, number, engine));
+    let endpoint = etcd.endpoint();
+    let router = router()
+        .args(&["--discovery-backend", "etcd", "--etcd-endpoint", &endpoint, "--breaker-cooldown-s", "0.2"])
+        .args(&["--request-max-retries", "2", "--http-req-idle-timeout-s", "1", "--upstream-first-byte-timeout-s", "2"])
+        .env("RUST_LOG", "error,infera_router=info,infera_router::proxy=error,infera_router::discovery=error")
+        .start();
+    wait_until("all engines are known", || router.metric_sum("infera_router_active_workers") == ENGINES as f64);
+
+    // Some of every kind of request first, so that caches and buffers have their size.
+    let calm = storm(&router, &etcd, &engines, seed, Duration::from_secs(3).min(duration), false);
+    assert_eq!(calm.errors, 0, "without faults every answer is right: {calm:?}");
+    settle(&router, &engines);
+    let before = usage(&router);
+
+    let tally = storm(&router, &etcd, &engines, seed, duration, true);
+    eprintln!("{tally:?}");
+    settle(&router, &engines);
+    let after = usage(&router);
+    eprintln!(
+        "descriptors {} -> {}, resident {} -> {} MiB",
+        before.descriptors,
+        after.descriptors,
+        before.resident_bytes >> 20,
+        after.resident_bytes >> 20
+    );
+    assert!(tally.right > 100, "seed {seed}: hardly anything was served: {tally:?}");
+    assert!(tally.errors > 10, "seed {seed}: no storm at all: {tally:?}");
+    assert!(after.descriptors <= before.descriptors + 4, "seed {seed}: descriptors leak");
+    let allowed = before.resident_bytes / 10 + (8 << 20);
+    assert!(after.resident_bytes <= before.resident_bytes + allowed, "seed {seed}: memory leaks");
+    assert_eq!(router.metric_sum("infera_router_panics_total"), 0.0, "seed {seed}");
+    let log = router.log_lines().join("\n");
+    assert!(!log.contains("panicked"), "seed {seed}: {log}");
+}
+
+/// Clients against engines, with or without faults, while engines come and go in etcd.
+fn storm(router: &Router, etcd: &Etcd, engines: &[Engine], seed: u64, duration: Duration, faulty: bool) -> Tally {
+    engines.iter().for_each(|engine| engine.set_faulty(faulty));
+    let is_over = AtomicBool::new(false);
+    let tally = std::thread::scope(|scope| {
+        let (is_over, address) = (&is_over, router.address);
+        let running: Vec<_> = (0..CLIENTS as u64)
+            .map(|number| {
+                let random = fastrand::Rng::with_seed(seed ^ (number + 1) << 32);
+                scope.spawn(move || clients::run(address, random, faulty, is_over))
+            })
+            .collect();
+        let deadline = Instant::now() + duration;
+        let mut random = fastrand::Rng::with_seed(seed);
+        while Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(random.u64(20..200)));
+            if faulty {
+                flap(etcd, engines, &mut random);
+            }
+        }
+        is_over.store(true, Ordering::SeqCst);
+        running.into_iter().map(|client| client.join().unwrap()).fold(Tally::default(), Tally::plus)
+    });
+    engines.iter().for_each(|engine| engine.set_faulty(false));
+    engines.iter().enumerate().for_each(|(number, engine)| register(etcd, number, engine));
+    tally
+}
+
+/// One engine leaves, comes back, or is written down wrongly. At least half of them stay.
+fn flap(etcd: &Etcd, engines: &[Engine], random: &mut fastrand::Rng) {
+    let number = random.usize(..ENGINES / 2);
+    let key = format!("{PREFIX}engine-{number}");
+    match random.u8(..4) {
+        0 => etcd.delete(&key),
+        1 => etcd.put(&key, "{\"worker_id\": 7, nonsense"),
+        _ => register(etcd, number, &engines[number]),
+    }
+}
+
+/// Waits until nothing is in flight anywhere.
+fn settle(router: &Router, engines: &[Engine]) {
+    wait_until("all engines are back", || router.metric_sum("infera_router_active_workers") == ENGINES as f64);
+    router.wait_for_rest();
+    wait_until("clients are gone", || router.metric_sum("infera_router_connections_open") <= 1.0);
+    // Kept connections are closed after four idle seconds, and memory is given back in a quiet second.
+    wait_until("no engine is connected", || engines.iter().all(|engine| engine.connections() == 0));
+}
