@@ -73,7 +73,8 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     }
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
         Ok(Served::ByOne(picked, response)) => relay(&service.shared, &picked, response, responder, received).await,
-        Ok(Served::ByAPair(endpoint, route, request, outline)) => {
+        Ok(Served::ByAPair(paired)) => {
+            let Paired { endpoint, route, request, outline } = *paired;
             record.serve_as(RouterLabel::Disagg);
             match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, responder)).await {
                 Ok(outcome) => outcome,
@@ -104,12 +105,21 @@ pub(super) struct Route {
     pub prompts: Prompts,
 }
 
-/// Who serves a request.
+/// Who serves a request. Made once and taken apart at once, so its size costs nothing.
+#[allow(clippy::large_enum_variant)]
 enum Served {
     /// One worker, whose answer has begun.
     ByOne(Picked, UpstreamResponse),
     /// A prefill and a decode worker, still to be picked.
-    ByAPair(PdEndpoint, Route, Request, Option<Outline>),
+    ByAPair(Box<Paired>),
+}
+
+/// A request for a pair, as far as it is known.
+struct Paired {
+    endpoint: PdEndpoint,
+    route: Route,
+    request: Request,
+    outline: Option<Outline>,
 }
 
 /// What a request is, as far as it can be said without waiting.
@@ -156,7 +166,7 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
         Box::pin(prompts::finish(service, &mut route.prompts, &request.body, unfinished)).await;
     }
     if let Some(endpoint) = pair {
-        return Ok(Served::ByAPair(endpoint, route, request, outline));
+        return Ok(Served::ByAPair(Box::new(Paired { endpoint, route, request, outline })));
     }
     drop(outline);
     service.retry_budget.request();
