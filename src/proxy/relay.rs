@@ -99,6 +99,10 @@ impl BodyObserver for StreamObserver {
         let Some(completion) = &self.completion else { return true };
         if self.is_complete.is_some() { completion.has_ended() } else { completion.has_data() }
     }
+
+    fn has_ended(&self) -> bool {
+        self.completion.as_ref().is_some_and(Completion::has_ended)
+    }
 }
 
 /// Relays a successful decode answer. `beside` is polled along with it: the other leg goes on meanwhile.

@@ -147,6 +147,8 @@ impl Asked {
         // One error event at most, of the router or of the engine, and nothing made up behind it.
         let is_honest = match rest {
             [] => !answer.complete,
+            // Cut behind its end: nothing is missing but the framing, and nothing is put behind it.
+            ["[DONE]"] => !answer.complete && agreeing == self.words + 1,
             [error] => error.starts_with("{\"error\""),
             _ => false,
         };

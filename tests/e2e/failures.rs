@@ -115,6 +115,16 @@ fn b51_a_cut_stream_is_neither_replayed_nor_finished_politely() {
     router.wait_for_rest();
     assert_eq!(router.metric(r#"infera_requests_total{outcome="error",router="mixed"}"#), Some(1.0));
 
+    // Cut behind its end: clients stop reading there, and must not meet an error event.
+    let behind = worker(|_, conversation| {
+        conversation.sse_head();
+        conversation.chunk("data: {\"t\":\"A\"}\n\n");
+        conversation.chunk("data: [DONE]\n\n");
+        Then::Close
+    });
+    let answer = router_of(&behind, &[]).post("/v1/chat/completions", r#"{"model":"m","stream":true}"#);
+    assert_eq!((answer.text().as_str(), answer.complete), ("data: {\"t\":\"A\"}\n\ndata: [DONE]\n\n", false));
+
     let half = worker(|_, conversation| {
         conversation.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{\"half\":");
         Then::Close

@@ -58,7 +58,8 @@ pub(super) async fn run(
             }
             Err(error) => {
                 let at_boundary = upstream.is_at_chunk_boundary();
-                return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
+                let notice = relay.cut_notice.take().filter(|_| !relay.observer.has_ended());
+                return Box::pin(cut(responder, at_boundary, notice, error)).await;
             }
         }
     }

@@ -24,6 +24,11 @@ pub trait BodyObserver {
     fn is_whole(&self) -> bool {
         true
     }
+
+    /// Asked when a body was cut: whether what it carried had said its end already, so that nothing may be put behind it.
+    fn has_ended(&self) -> bool {
+        false
+    }
 }
 
 /// Looks at nothing.
