@@ -95,7 +95,7 @@ impl<'a> Harness<'a> {
             // A fixed order would give one proxy the same neighbour's wake in every round.
             let turn = round % running.len();
             running.rotate_left(turn);
-            for proxy in running.iter_mut() {
+            for proxy in running.iter_mut().filter(|proxy| scenario.is_for(&proxy.name)) {
                 let measured = self.measure(plan, scenario, proxy, round);
                 self.interrupt.check()?;
                 match measured {

@@ -10,7 +10,7 @@ use crate::harness::{Plan, Results};
 use crate::idle::Idle;
 use crate::load::Measured;
 use crate::machine::{Cores, Host};
-use crate::rivals::{ROUTER, YARDSTICK};
+use crate::rivals::{ROUTER, ROUTER_PAIR, YARDSTICK};
 use crate::scenario::{Group, Scenario, Unit};
 use crate::statistics::{Spread, percentile, spread};
 
@@ -104,7 +104,7 @@ pub struct Report {
 impl Report {
     pub fn new(host: Host, cores: Cores, plan: &Plan, results: Results) -> Report {
         let rows = rows(plan, &results.samples);
-        let goals = goals(&rows, &results.idle);
+        let goals = goals(&rows, &results.samples, &results.idle);
         Report {
             schema: SCHEMA,
             host,
@@ -210,15 +210,12 @@ fn rows(plan: &Plan, samples: &[Sample]) -> Vec<Row> {
 
 fn row(scenario: &Scenario, proxy: &str, here: &[&Sample]) -> Option<Row> {
     let own: Vec<&&Sample> = here.iter().filter(|sample| sample.proxy == proxy).collect();
-    let yardstick = |round| here.iter().find(|sample| sample.proxy == YARDSTICK && sample.round == round);
-    let ratios =
-        own.iter().filter_map(|sample| Some(sample.cpu_ns_per_unit / yardstick(sample.round)?.cpu_ns_per_unit));
     let median = |value: fn(&Sample) -> f64| spread(own.iter().map(|sample| value(sample)));
     Some(Row {
         scenario: scenario.name,
         unit: scenario.unit,
         proxy: proxy.to_owned(),
-        ratio: spread(ratios),
+        ratio: spread(ratios(here, proxy, YARDSTICK)),
         cpu_us_per_unit: median(|sample| sample.cpu_ns_per_unit / 1e3)?,
         units_per_second: median(|sample| sample.units / (sample.wall_ns as f64 / 1e9))?,
         latency_p50_us: median(|sample| sample.latency_p50_ns as f64 / 1e3)?.median,
@@ -226,11 +223,20 @@ fn row(scenario: &Scenario, proxy: &str, here: &[&Sample]) -> Option<Row> {
     })
 }
 
+/// CPU per unit of `proxy` to that of `base`, round by round.
+fn ratios<'a>(here: &'a [&Sample], proxy: &'a str, base: &'a str) -> impl Iterator<Item = f64> + 'a {
+    let base_of = move |round| here.iter().find(|sample| sample.proxy == base && sample.round == round);
+    let own = here.iter().filter(move |sample| sample.proxy == proxy);
+    own.filter_map(move |sample| Some(sample.cpu_ns_per_unit / base_of(sample.round)?.cpu_ns_per_unit))
+}
+
 /// Ratio limits of small requests and chunks, and bytes of an idle stream.
 const RATIO_LIMIT: f64 = 1.0;
+/// CPU of a request with two legs to that of one with one, of the same body.
+const PAIR_RATIO_LIMIT: f64 = 1.6;
 const IDLE_STREAM_BYTES_LIMIT: f64 = 8192.0;
 
-fn goals(rows: &[Row], idle: &[Idle]) -> Vec<Goal> {
+fn goals(rows: &[Row], samples: &[Sample], idle: &[Idle]) -> Vec<Goal> {
     let limited = |group: Group, row: &Row| {
         crate::scenario::ALL
             .iter()
@@ -242,6 +248,18 @@ fn goals(rows: &[Row], idle: &[Idle]) -> Vec<Goal> {
         if let Some(ratio) = row.ratio.filter(|_| limited(Group::Json, row) || limited(Group::Sse, row)) {
             let name = format!("{}: CPU to nginx", row.scenario);
             goals.push(Goal { name, value: ratio.median, limit: RATIO_LIMIT, met: ratio.median <= RATIO_LIMIT });
+        }
+    }
+    for row in rows.iter().filter(|row| row.proxy == ROUTER_PAIR) {
+        let here: Vec<&Sample> = samples.iter().filter(|sample| sample.scenario == row.scenario).collect();
+        if let Some(ratio) = spread(ratios(&here, ROUTER_PAIR, ROUTER)) {
+            let name = format!("{}: CPU of a pair to one worker", row.scenario);
+            goals.push(Goal {
+                name,
+                value: ratio.median,
+                limit: PAIR_RATIO_LIMIT,
+                met: ratio.median <= PAIR_RATIO_LIMIT,
+            });
         }
     }
     for idle in idle.iter().filter(|idle| idle.proxy == ROUTER) {
@@ -292,9 +310,28 @@ mod tests {
         let router = rows.iter().find(|row| row.proxy == ROUTER).unwrap();
         let ratio = router.ratio.unwrap();
         assert_eq!((ratio.median, ratio.q1, ratio.q3, ratio.samples), (0.8, 0.8, 0.8, 2));
-        let goals = goals(&rows, &[]);
+        let goals = goals(&rows, &samples, &[]);
         assert_eq!(goals.len(), 1);
         assert!(goals[0].met);
+    }
+
+    #[test]
+    fn a_pair_is_judged_by_one_worker_of_the_same_round() {
+        let check = |pair: [f64; 2], expected: (f64, bool)| {
+            let [first, second] = pair;
+            let samples = [
+                sample(ROUTER, 0, 10.0),
+                sample(ROUTER_PAIR, 0, first),
+                sample(ROUTER, 1, 20.0),
+                sample(ROUTER_PAIR, 1, second),
+            ];
+            let here: Vec<&Sample> = samples.iter().collect();
+            let rows = [row(&crate::harness::scenarios(&[Group::Json])[1], ROUTER_PAIR, &here).unwrap()];
+            let goals = goals(&rows, &samples, &[]);
+            assert_eq!(goals.iter().map(|goal| (goal.value, goal.met)).collect::<Vec<_>>(), [expected]);
+        };
+        check([15.0, 30.0], (1.5, true));
+        check([17.0, 34.0], (1.7, false));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::process::Process;
 /// The yardstick: every ratio is taken to its figure of the same round.
 pub const YARDSTICK: &str = "nginx";
 
-/// The router with two legs per request. Its CPU per request is to be at most 1.6 times that of [`ROUTER`].
+/// The router with two legs per request; its figure of merit is the ratio to [`ROUTER`].
 pub const ROUTER_PAIR: &str = "infera-router-pd";
 
 /// The subject of the project's own goals.

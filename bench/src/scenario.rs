@@ -8,6 +8,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::answer::{Answer, CHUNK_BYTES, JSON_BYTES};
+use crate::rivals::ROUTER_PAIR;
 
 /// Small chat request, bytes of body.
 const SMALL_BODY_BYTES: usize = 200;
@@ -82,6 +83,11 @@ impl Scenario {
             Shape::Paced => Answer::stream(Some(PACE)),
             Shape::Burst => Answer::stream(None),
         }
+    }
+
+    /// The pair is measured where a request is the unit: what it adds is per request, not per chunk.
+    pub fn is_for(&self, proxy: &str) -> bool {
+        proxy != ROUTER_PAIR || self.unit == Unit::Request
     }
 
     pub fn streams(&self) -> bool {

@@ -2,19 +2,41 @@
 //! every sequence, from a cryptographic generator, never from anything a client sent. No IO.
 
 use rand::RngCore;
+use smallvec::SmallVec;
 
 /// The ids of one attempt on one pair of workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttemptIds {
     /// One room per sequence, all distinct, each in `1..2^63`.
-    rooms: Vec<u64>,
+    rooms: SmallVec<[u64; 1]>,
+}
+
+/// SGLang's request ids of one attempt, spelled only when somebody asks: most attempts are never aborted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestIds {
+    room: u64,
+    sequences: usize,
+}
+
+impl RequestIds {
+    /// One per sequence: the engine appends `_<i>` for sample i when there are several.
+    pub fn spelled(self) -> Vec<String> {
+        match self.sequences {
+            1 => vec![rid(self.room)],
+            sequences => (0..sequences).map(|at| format!("{}_{at}", rid(self.room))).collect(),
+        }
+    }
+}
+
+fn rid(room: u64) -> String {
+    format!("infera-{room}")
 }
 
 impl AttemptIds {
     /// Draws one room for each of `sequences` (at least 1). `rank` is the prefill rank and the number of ranks:
     /// the decode engine looks for the KV on rank `room mod ranks`, so the room must say which one was picked.
     pub fn draw(random: &mut impl RngCore, sequences: usize, rank: Option<(u32, u32)>) -> Self {
-        let mut rooms: Vec<u64> = Vec::with_capacity(sequences.max(1));
+        let mut rooms = SmallVec::<[u64; 1]>::with_capacity(sequences.max(1));
         while rooms.len() < sequences.max(1) {
             let room = match rank {
                 Some((rank, ranks)) => aligned(random.next_u64() >> 1, rank, ranks),
@@ -31,7 +53,7 @@ impl AttemptIds {
     /// Rooms that were drawn elsewhere; for tests of what is spelled from them.
     #[cfg(test)]
     pub(super) fn of(rooms: &[u64]) -> Self {
-        Self { rooms: rooms.to_vec() }
+        Self { rooms: rooms.into() }
     }
 
     pub fn rooms(&self) -> &[u64] {
@@ -43,9 +65,14 @@ impl AttemptIds {
         self.rooms[0]
     }
 
-    /// SGLang's request id; with n > 1 the engine appends `_<i>` for sample i.
-    pub fn rid(&self) -> String {
-        format!("infera-{}", self.room())
+    /// SGLang's request id as raw JSON; with n > 1 the engine appends `_<i>` for sample i.
+    pub(super) fn rid_json(&self) -> String {
+        format!("\"infera-{}\"", self.room())
+    }
+
+    /// What to abort.
+    pub fn request_ids(&self) -> RequestIds {
+        RequestIds { room: self.room(), sequences: self.rooms.len() }
     }
 
     /// `<prefix>-<32 hex digits>`.
@@ -115,7 +142,9 @@ mod tests {
     #[test]
     fn ids_are_spelled_from_the_first_room() {
         let ids = AttemptIds::of(&[42, 7]);
-        assert_eq!(ids.rid(), "infera-42");
+        assert_eq!(ids.rid_json(), "\"infera-42\"");
+        assert_eq!(AttemptIds::of(&[42]).request_ids().spelled(), ["infera-42"]);
+        assert_eq!(ids.request_ids().spelled(), ["infera-42_0", "infera-42_1"]);
         assert_eq!(ids.transfer_id("xfer"), "xfer-0000000000000000000000000000002a");
     }
 }

@@ -93,7 +93,7 @@ pub fn decode_leg(
     ids: &AttemptIds,
     handoff: Option<&Handoff>,
 ) -> Leg {
-    decode_with(Edits::default(), pair, endpoint, members, ids, handoff)
+    decode_with(&mut Edits::default(), pair, endpoint, members, ids, handoff)
 }
 
 /// A decode leg for nobody: it pulls the KV that a prefill worker holds, generates one token and ends.
@@ -106,12 +106,12 @@ pub fn release_leg(
 ) -> Leg {
     let mut edits = Edits::default();
     one_token(&mut edits, endpoint, pair.protocol());
-    decode_with(edits, pair, endpoint, members, ids, handoff)
+    decode_with(&mut edits, pair, endpoint, members, ids, handoff)
 }
 
-fn decode_with(
-    mut edits: Edits,
-    pair: &Pair<'_>,
+fn decode_with<'a>(
+    edits: &mut Edits<'a>,
+    pair: &Pair<'a>,
     endpoint: PdEndpoint,
     members: &Members,
     ids: &AttemptIds,
@@ -120,8 +120,8 @@ fn decode_with(
     edits.remove(PREFILL_PIN);
     match pair.protocol() {
         Protocol::SglangBootstrap => {
-            bootstrap(&mut edits, pair, endpoint, ids);
-            name_prefill_rank(&mut edits, pair);
+            bootstrap(edits, pair, endpoint, ids);
+            name_prefill_rank(edits, pair);
         }
         Protocol::VllmMooncake => {
             if let Details::MooncakePrefill { engine_id, bootstrap_addr } = &pair.prefill.details {
@@ -130,19 +130,19 @@ fn decode_with(
                     ranks => format!("{engine_id}_dp{}", ids.room() % u64::from(ranks)),
                 };
                 transfer(
-                    &mut edits,
+                    edits,
                     json!({"do_remote_decode": false, "do_remote_prefill": true,
                         "remote_bootstrap_addr": bootstrap_addr, "remote_engine_id": engine_id,
                         "transfer_id": ids.transfer_id("xfer")}),
                 );
             }
-            name_prefill_rank(&mut edits, pair);
+            name_prefill_rank(edits, pair);
         }
         Protocol::VllmMoriWrite => {
             let mut parameters = json!({"do_remote_decode": false, "do_remote_prefill": true,
                 "remote_engine_id": null, "remote_block_ids": null, "transfer_id": ids.transfer_id("tx")});
             mori_prefill(&mut parameters, pair);
-            transfer(&mut edits, parameters);
+            transfer(edits, parameters);
         }
         Protocol::VllmNixl | Protocol::VllmMoriRead | Protocol::AtomMooncake => match handoff {
             None => _ = edits.remove(TRANSFER),
@@ -154,12 +154,12 @@ fn decode_with(
 
 const TRANSFER: &str = "kv_transfer_params";
 
-fn transfer(edits: &mut Edits, parameters: Value) {
+fn transfer(edits: &mut Edits<'_>, parameters: Value) {
     edits.set(TRANSFER, parameters.to_string());
 }
 
 /// One token, no stream, whatever the client asked for.
-fn one_token(edits: &mut Edits, endpoint: PdEndpoint, protocol: Protocol) {
+fn one_token(edits: &mut Edits<'_>, endpoint: PdEndpoint, protocol: Protocol) {
     for name in ["stream_options", "min_tokens", "min_completion_tokens", "background"] {
         edits.remove(name);
     }
@@ -185,24 +185,24 @@ fn one_token(edits: &mut Edits, endpoint: PdEndpoint, protocol: Protocol) {
 }
 
 /// SGLang's members, the same on both legs.
-fn bootstrap(edits: &mut Edits, pair: &Pair<'_>, endpoint: PdEndpoint, ids: &AttemptIds) {
+fn bootstrap<'a>(edits: &mut Edits<'a>, pair: &Pair<'a>, endpoint: PdEndpoint, ids: &AttemptIds) {
     let Details::SglangPrefill { host, port } = &pair.prefill.details else { return };
-    edits.set("bootstrap_host", json!(host).to_string());
-    edits.set("bootstrap_port", port.to_string());
+    edits.set("bootstrap_host", host.as_str());
+    edits.set("bootstrap_port", port.as_str());
     let rooms = match ids.rooms() {
-        [room] => json!(room),
+        [room] => room.to_string(),
         // A single number for several sequences would be counted up by the engine, and leave the picked rank.
-        rooms => json!(rooms),
+        rooms => json!(rooms).to_string(),
     };
-    edits.set("bootstrap_room", rooms.to_string());
-    let rid = json!(ids.rid()).to_string();
+    edits.set("bootstrap_room", rooms);
+    let rid = ids.rid_json();
     if endpoint == PdEndpoint::Responses {
         edits.set("request_id", rid.clone());
     }
     edits.set("rid", rid);
 }
 
-fn name_prefill_rank(edits: &mut Edits, pair: &Pair<'_>) {
+fn name_prefill_rank(edits: &mut Edits<'_>, pair: &Pair<'_>) {
     if let Some(rank) = pair.prefill_rank {
         edits.set(PREFILL_PIN, rank.to_string());
     }

@@ -12,7 +12,7 @@ mod splice;
 
 pub use completion::{Completion, StreamFailure};
 pub use handoff::{Handoff, HandoffError};
-pub use ids::AttemptIds;
+pub use ids::{AttemptIds, RequestIds};
 pub use legs::{Leg, Pair, decode_leg, prefill_leg, release_leg};
 pub use peer::{Peer, PeerError};
 pub use pins::{Pin, PinError, RankPins};

@@ -32,10 +32,26 @@ pub struct Peer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Details {
     None,
-    SglangPrefill { host: String, port: u16 },
-    MooncakePrefill { engine_id: String, bootstrap_addr: String },
-    Mori { zmq_address: String, tp_size: u32 },
-    Atom { host: String, http_port: u16, handshake_port: u16, tp_size: u32, dp_size: u32 },
+    /// Both as raw JSON: they go into every body as they are.
+    SglangPrefill {
+        host: String,
+        port: String,
+    },
+    MooncakePrefill {
+        engine_id: String,
+        bootstrap_addr: String,
+    },
+    Mori {
+        zmq_address: String,
+        tp_size: u32,
+    },
+    Atom {
+        host: String,
+        http_port: u16,
+        handshake_port: u16,
+        tp_size: u32,
+        dp_size: u32,
+    },
 }
 
 impl Peer {
@@ -100,9 +116,11 @@ impl<'a> Parameters<'a> {
         let address = self.text("bootstrap_addr")?;
         let bare = address.strip_prefix("http://").unwrap_or(address).trim_end_matches('/');
         let split = bare.rsplit_once(':').filter(|(host, _)| !host.is_empty());
-        let port = split.and_then(|(_, port)| port.parse().ok()).filter(|port| *port > 0);
+        let port = split.and_then(|(_, port)| port.parse::<u16>().ok()).filter(|port| *port > 0);
         match (split, port) {
-            (Some((host, _)), Some(port)) => Ok(Details::SglangPrefill { host: host.to_owned(), port }),
+            (Some((host, _)), Some(port)) => {
+                Ok(Details::SglangPrefill { host: Value::from(host).to_string(), port: port.to_string() })
+            }
             _ => Err(self.fault("bootstrap_addr", "is not host:port")),
         }
     }
@@ -178,6 +196,6 @@ mod tests {
         assert!(Peer::of(&record("prefill", json!({"protocol": "vllm-nixl"}))).is_ok());
         let v6 = json!({"protocol": "sglang-bootstrap", "params": {"bootstrap_addr": "[fd00::5]:8998"}});
         let details = Peer::of(&record("prefill", v6)).expect("fine").details;
-        assert_eq!(details, Details::SglangPrefill { host: "[fd00::5]".into(), port: 8998 });
+        assert_eq!(details, Details::SglangPrefill { host: "\"[fd00::5]\"".into(), port: "8998".into() });
     }
 }

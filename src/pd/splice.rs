@@ -2,15 +2,20 @@
 //! spelling and whitespace. The result is a list of segments that share the body, so a long prompt is never
 //! copied. Never re-serializes a value and never looks into one.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
+use smallvec::{SmallVec, smallvec};
 
 use crate::prompt::outline::Outline;
 
 /// Kept pieces up to this many bytes are copied next to an insert instead of becoming a segment of their own:
 /// a segment costs more than copying this much.
 const SHORT_PIECE_BYTES: usize = 256;
+
+/// Changes of one leg, with room for those that a protocol adds.
+const EDITS_EXPECTED: usize = 24;
 
 /// Why a body cannot be edited.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,33 +28,52 @@ pub enum SpliceError {
 
 /// One change of one member.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Change {
+enum Change<'a> {
     /// Raw JSON; takes the place of the member, or is appended when there is none.
-    Set(String),
+    Set(Cow<'a, str>),
     /// Raw JSON; takes the place of the member if there is one.
-    Replace(String),
+    Replace(Cow<'a, str>),
     Remove,
 }
 
-/// A list of changes; at most one per member, the last one given counts.
-#[derive(Clone, Debug, Default)]
-pub struct Edits(Vec<(&'static str, Change)>);
+/// A list of changes. Of several of one member the last one given counts.
+#[derive(Clone, Debug)]
+pub struct Edits<'a>(Vec<(&'static str, Change<'a>)>);
 
-impl Edits {
-    fn put(&mut self, key: &'static str, change: Change) -> &mut Self {
+impl Default for Edits<'_> {
+    fn default() -> Self {
+        Self(Vec::with_capacity(EDITS_EXPECTED))
+    }
+}
+
+impl<'a> Edits<'a> {
+    fn put(&mut self, key: &'static str, change: Change<'a>) -> &mut Self {
         debug_assert!(key.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_'), "{key} needs escapes");
-        self.0.retain(|(known, _)| *known != key);
         self.0.push((key, change));
         self
     }
 
+    /// Whether a later change of the same member takes the place of this one.
+    fn is_outdone(&self, at: usize) -> bool {
+        let key = self.0[at].0;
+        self.0[at + 1..].iter().any(|(later, _)| *later == key)
+    }
+
+    fn inserted_bytes(&self) -> usize {
+        let bytes = |(key, change): &(&str, Change<'_>)| match change {
+            Change::Set(value) | Change::Replace(value) => key.len() + value.len() + r#","":"#.len(),
+            Change::Remove => 0,
+        };
+        self.0.iter().map(bytes).sum()
+    }
+
     /// The member has exactly this value afterwards, where it stood or else at the end. `value` is raw JSON.
-    pub fn set(&mut self, key: &'static str, value: impl Into<String>) -> &mut Self {
+    pub fn set(&mut self, key: &'static str, value: impl Into<Cow<'a, str>>) -> &mut Self {
         self.put(key, Change::Set(value.into()))
     }
 
     /// The same, but a body without the member stays without it.
-    pub fn replace(&mut self, key: &'static str, value: impl Into<String>) -> &mut Self {
+    pub fn replace(&mut self, key: &'static str, value: impl Into<Cow<'a, str>>) -> &mut Self {
         self.put(key, Change::Replace(value.into()))
     }
 
@@ -90,10 +114,11 @@ impl Members {
     }
 
     /// The edited body, in order. Pieces of the body are shared, never copied, unless they are short.
-    pub fn apply(&self, edits: &Edits) -> Vec<Bytes> {
+    pub fn apply(&self, edits: &Edits<'_>) -> Vec<Bytes> {
         let body = self.body();
-        let mut output = Output { body, segments: Vec::new(), kept: 0..0, insert: BytesMut::new() };
-        let mut used = vec![false; edits.0.len()];
+        let copied_bytes = edits.inserted_bytes() + body.len().min(2 * SHORT_PIECE_BYTES);
+        let mut output = Output { body, segments: Vec::new(), kept: 0..0, insert: Vec::with_capacity(copied_bytes) };
+        let mut used: SmallVec<[bool; EDITS_EXPECTED]> = smallvec![false; edits.0.len()];
         let mut is_first = true;
         output.keep(0..self.open);
         let mut previous_end = self.open;
@@ -101,7 +126,7 @@ impl Members {
             // Whitespace and, but for the first member, the comma in front of it.
             let gap = previous_end..member.start;
             previous_end = member.value.end;
-            let edit = edits.0.iter().position(|(key, _)| self.outline.key_is(member, key));
+            let edit = edits.0.iter().rposition(|(key, _)| self.outline.key_is(member, key));
             let new_value = match edit.map(|at| (at, &edits.0[at].1)) {
                 None => None,
                 Some((_, Change::Remove)) => continue,
@@ -124,8 +149,11 @@ impl Members {
                 }
             }
         }
-        for ((key, change), used) in edits.0.iter().zip(used) {
-            if let (Change::Set(value), false) = (change, used) {
+        for (at, (key, change)) in edits.0.iter().enumerate() {
+            if let Change::Set(value) = change
+                && !used[at]
+                && !edits.is_outdone(at)
+            {
                 output.insert(if is_first { b"\"" } else { b",\"" });
                 output.insert(key.as_bytes());
                 output.insert(b"\":");
@@ -143,7 +171,7 @@ struct Output<'a> {
     body: &'a Bytes,
     segments: Vec<Bytes>,
     kept: Range<usize>,
-    insert: BytesMut,
+    insert: Vec<u8>,
 }
 
 impl Output<'_> {
@@ -173,7 +201,7 @@ impl Output<'_> {
             self.segments.push(self.body.slice(kept));
         }
         if !self.insert.is_empty() {
-            self.segments.push(self.insert.split().freeze());
+            self.segments.push(Bytes::from(std::mem::take(&mut self.insert)));
         }
     }
 

@@ -94,7 +94,8 @@ impl Outline {
             Some(decoded) => **decoded == *key,
             None => {
                 let text = &self.body[member.start + 1..];
-                text.starts_with(key.as_bytes()) && text.get(key.len()) == Some(&b'"')
+                // The quote first: it alone tells most names apart.
+                text.get(key.len()) == Some(&b'"') && text.starts_with(key.as_bytes())
             }
         }
     }

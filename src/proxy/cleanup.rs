@@ -1,6 +1,7 @@
 //! What outlives a request: abort calls, requests that free held KV, and prefill answers that are still on their way.
 //! Each runs as a task of its own on the same shard with its own deadline; none holds a booking longer than it says.
 
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -15,6 +16,7 @@ use tracing::{debug, warn};
 use super::shared::Shared;
 use crate::fleet::Worker;
 use crate::limits;
+use crate::pd::RequestIds;
 
 pub(super) const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -37,14 +39,10 @@ pub(super) struct LegCall {
 }
 
 impl LegCall {
-    /// Sends and waits for the head. The body is let go with the head's arrival.
-    pub async fn send(self) -> Result<UpstreamResponse, UpstreamError> {
-        // What is read here must not come compressed.
-        let further: &[HeaderName] = if self.is_read_here { &[header::ACCEPT_ENCODING] } else { &[] };
-        let (remove, mut set) = self.shared.settings.outbound.for_leg(further);
-        set.extend(self.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank))));
-        let request_id = self.request_id.as_deref().map(HeaderValue::from_str);
-        set.extend(request_id.and_then(Result::ok).map(|value| (REQUEST_ID, value)));
+    /// Sends and waits for the head. To be dropped with the head's arrival, which lets the bodies go.
+    pub async fn send(&self) -> Result<UpstreamResponse, UpstreamError> {
+        let outbound = &self.shared.settings.outbound;
+        let set = self.own_headers();
         let request = UpstreamRequest {
             address: self.address,
             authority: &self.worker.authority,
@@ -52,7 +50,7 @@ impl LegCall {
             path_prefix: &self.worker.base_path,
             target: &self.request.target,
             headers: Some(&self.request.head),
-            remove: &remove,
+            remove: outbound.removed_of_leg(self.is_read_here),
             set: &set,
             body: &self.body,
         };
@@ -60,12 +58,30 @@ impl LegCall {
     }
 
     /// The same, and waits for the first byte of a successful answer's body: until then it may be given up unseen.
-    pub async fn send_and_begin(self) -> Result<UpstreamResponse, UpstreamError> {
-        let mut response = self.send().await?;
-        if response.status.is_success() {
-            response.body_started().await?;
+    // An `async fn` would keep the call twice: as its argument and as its local.
+    #[allow(clippy::manual_async_fn)]
+    pub fn send_and_begin(self) -> impl Future<Output = Result<UpstreamResponse, UpstreamError>> {
+        async move {
+            let sent = self.send().await;
+            drop(self);
+            let mut response = sent?;
+            if response.status.is_success() {
+                response.body_started().await?;
+            }
+            Ok(response)
         }
-        Ok(response)
+    }
+
+    fn own_headers(&self) -> Cow<'_, [(HeaderName, HeaderValue)]> {
+        let own = self.shared.settings.outbound.own();
+        if self.rank.is_none() && self.request_id.is_none() {
+            return Cow::Borrowed(own);
+        }
+        let mut set = own.to_vec();
+        set.extend(self.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank))));
+        let request_id = self.request_id.as_deref().map(HeaderValue::from_str);
+        set.extend(request_id.and_then(Result::ok).map(|value| (REQUEST_ID, value)));
+        Cow::Owned(set)
     }
 }
 
@@ -75,21 +91,21 @@ pub(super) struct PairGuard {
     shared: Arc<Shared>,
     upstream: Upstream,
     workers: [(Arc<Worker>, SocketAddr); 2],
-    rids: Vec<String>,
+    rids: Option<RequestIds>,
     sent_at: Instant,
     is_armed: bool,
     is_complete: Rc<Cell<bool>>,
 }
 
 impl PairGuard {
-    /// `rids` is empty for a protocol without an abort call.
+    /// `rids` is absent for a protocol without an abort call.
     pub fn new(
         shared: &Arc<Shared>,
         upstream: &Upstream,
         workers: [(Arc<Worker>, SocketAddr); 2],
-        rids: Vec<String>,
+        rids: Option<RequestIds>,
     ) -> Self {
-        let is_armed = !rids.is_empty();
+        let is_armed = rids.is_some();
         let (shared, upstream) = (shared.clone(), upstream.clone());
         Self { shared, upstream, workers, rids, sent_at: Instant::now(), is_armed, is_complete: Rc::default() }
     }
@@ -110,7 +126,8 @@ impl Drop for PairGuard {
         if !self.is_armed || self.is_complete.get() {
             return;
         }
-        let rids = Rc::new(std::mem::take(&mut self.rids));
+        let Some(rids) = self.rids else { return };
+        let rids: Rc<[String]> = rids.spelled().into();
         for (worker, address) in &self.workers {
             let (shared, upstream) = (self.shared.clone(), self.upstream.clone());
             let (worker, address, rids, sent_at) = (worker.clone(), *address, rids.clone(), self.sent_at);

@@ -72,7 +72,7 @@ pub(super) async fn serve(
             limits::PAIR_SEQUENCES_MAX
         )));
     }
-    let mut job = Some(Job { request: Rc::new(request), members, endpoint, sequences, received });
+    let mut job = Some(Job { request: Rc::new(request), members, endpoint, received });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
@@ -93,11 +93,11 @@ pub(super) async fn serve(
             room = ids.room(),
             "pair"
         );
-        let attempt = Attempt { service, pair, ids, retries_left };
+        let mut attempt = Attempt { service, pair, ids, retries_left };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }
-        match legs::run(attempt, &mut job, responder).await {
+        match legs::run(&mut attempt, &mut job, responder).await {
             Ending::Answered(outcome) => return Ok(outcome),
             Ending::Failed(error) => return Err(error),
             Ending::Retry { role, worker, held: left } => {

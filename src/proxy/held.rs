@@ -100,12 +100,12 @@ pub(super) struct PrefillLeg {
     decode: Option<Rc<SendProgress>>,
     is_kv_left: bool,
     /// Absent where abort calls end the legs, and when there is nothing to free any more.
-    held: Option<(Held, Way)>,
+    held: Option<Box<(Held, Way)>>,
 }
 
 impl PrefillLeg {
     pub fn new(attempt: &Attempt<'_>, job: &Job, progress: Rc<SendProgress>, future: PrefillFuture) -> Self {
-        let held = Held {
+        let held = || Held {
             request: job.request.clone(),
             endpoint: job.endpoint,
             ids: attempt.ids.clone(),
@@ -114,7 +114,7 @@ impl PrefillLeg {
             handoff: None,
         };
         let has_abort_call = attempt.pair.peers.pair().protocol().has_abort_call();
-        let held = (!has_abort_call).then(|| (held, Way::of(attempt)));
+        let held = (!has_abort_call).then(|| Box::new((held(), Way::of(attempt))));
         Self { future: Some(future), progress, decode: None, is_kv_left: false, held }
     }
 
@@ -132,8 +132,8 @@ impl PrefillLeg {
     /// The prefill worker keeps KV from here on.
     pub fn answered(&mut self, handoff: Option<Handoff>) {
         self.is_kv_left = true;
-        if let Some((held, _)) = &mut self.held {
-            held.handoff = handoff;
+        if let Some(held) = &mut self.held {
+            held.0.handoff = handoff;
         }
     }
 
@@ -157,13 +157,13 @@ impl PrefillLeg {
         if !self.is_kv_left {
             return None;
         }
-        self.held.take().map(|(held, _)| held)
+        self.held.take().map(|held| held.0)
     }
 }
 
 impl Drop for PrefillLeg {
     fn drop(&mut self) {
-        let Some((held, way)) = self.held.take() else { return };
+        let Some((held, way)) = self.held.take().map(|held| *held) else { return };
         if self.decode.as_ref().is_some_and(|decode| decode.is_delivered()) {
             return;
         }

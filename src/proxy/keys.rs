@@ -68,6 +68,8 @@ fn bearer(value: &[u8]) -> Option<&[u8]> {
 pub struct OutboundHeaders {
     /// Client headers that end here.
     remove: Vec<HeaderName>,
+    /// The same for one leg of a pair. The last one ends here only where the answer is read here.
+    remove_of_leg: Vec<HeaderName>,
     set: Vec<(HeaderName, HeaderValue)>,
 }
 
@@ -94,7 +96,10 @@ impl OutboundHeaders {
         if is_authenticating {
             remove.push(header::COOKIE);
         }
-        Self { remove, set: worker_key.map(|key| (header::AUTHORIZATION, key)).into_iter().collect() }
+        // A client's rank belongs to one leg and has been read; what is read here must not come compressed.
+        let mut remove_of_leg = remove.clone();
+        remove_of_leg.extend([DATA_PARALLEL_RANK, header::ACCEPT_ENCODING]);
+        Self { remove, remove_of_leg, set: worker_key.map(|key| (header::AUTHORIZATION, key)).into_iter().collect() }
     }
 
     /// Headers to leave out and to set. A rank-multiplexed worker gets the picked rank; any other what the client asked
@@ -106,12 +111,10 @@ impl OutboundHeaders {
         Edits { base: self, ranked: Some(set) }
     }
 
-    /// The same for one leg of a pair: a client's rank belongs to one leg and has been read.
-    pub(super) fn for_leg(&self, further: &[HeaderName]) -> (Vec<HeaderName>, Vec<(HeaderName, HeaderValue)>) {
-        let mut remove = self.remove.clone();
-        remove.push(DATA_PARALLEL_RANK);
-        remove.extend_from_slice(further);
-        (remove, self.set.clone())
+    /// Client headers that one leg of a pair leaves out.
+    pub(super) fn removed_of_leg(&self, is_read_here: bool) -> &[HeaderName] {
+        let kept = usize::from(!is_read_here);
+        &self.remove_of_leg[..self.remove_of_leg.len() - kept]
     }
 
     /// What a call of the router's own carries.
@@ -166,5 +169,8 @@ mod tests {
         let edits = headers.for_rank(Some(3));
         assert_eq!(edits.set().len(), 2);
         assert_eq!(headers.for_rank(None).set().len(), 1);
+        let of_leg = |is_read_here| headers.removed_of_leg(is_read_here).iter().skip(5).map(|it| it.as_str());
+        assert_eq!(of_leg(false).collect::<Vec<_>>(), ["x-data-parallel-rank"]);
+        assert_eq!(of_leg(true).collect::<Vec<_>>(), ["x-data-parallel-rank", "accept-encoding"]);
     }
 }

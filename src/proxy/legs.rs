@@ -24,7 +24,7 @@ use super::verdict::Standing;
 use crate::api::ApiError;
 use crate::limits;
 use crate::load::Booking;
-use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Schedule, Sequences, StreamFailure};
+use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Schedule, StreamFailure};
 use crate::worker::{Name, Role};
 
 /// One request, held until nothing can be tried again.
@@ -32,7 +32,6 @@ pub(super) struct Job {
     pub request: Rc<infera_shards::Request>,
     pub members: Members,
     pub endpoint: PdEndpoint,
-    pub sequences: Sequences,
     pub received: Instant,
 }
 
@@ -98,7 +97,7 @@ pub(super) struct Attempt<'a> {
 }
 
 /// Runs one attempt. `job` is taken once nothing can be tried again, so that a long answer does not hold the prompt.
-pub(super) async fn run(attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
+pub(super) async fn run(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
     match attempt.pair.peers.pair().protocol().schedule() {
         Schedule::Concurrent => concurrent(attempt, job, responder).await,
         Schedule::Serial => serial(attempt, job, responder).await,
@@ -146,14 +145,8 @@ impl Attempt<'_> {
     }
 
     /// Ends both legs unless it is disarmed.
-    fn guard(&self, sequences: Sequences) -> PairGuard {
-        let rids = match self.pair.peers.pair().protocol().has_abort_call() {
-            false => Vec::new(),
-            true => match sequences.total() {
-                1 => vec![self.ids.rid()],
-                total => (0..total).map(|at| format!("{}_{at}", self.ids.rid())).collect(),
-            },
-        };
+    fn guard(&self) -> PairGuard {
+        let rids = self.pair.peers.pair().protocol().has_abort_call().then(|| self.ids.request_ids());
         let workers = [&self.pair.prefill, &self.pair.decode].map(|it| (it.worker.clone(), it.address));
         PairGuard::new(&self.service.shared, &self.service.context.upstream, workers, rids)
     }
@@ -229,49 +222,60 @@ async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFutu
     .await
 }
 
-async fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> PrefillEnd {
-    let worker = call.worker.id.clone();
-    let failed = |error| PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker, error));
-    let end = match call.send().await {
-        Err(error) => failed(error),
-        Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
-        Ok(response) if response.status.is_success() => {
-            match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
-                Ok(body) => PrefillEnd::Done(body),
-                Err(error) => failed(error),
-            }
+// An `async fn` would keep the call twice: as its argument and as its local.
+#[allow(clippy::manual_async_fn)]
+fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
+    async move {
+        let sent = call.send().await;
+        let worker = call.worker.clone();
+        drop(call);
+        let end = match sent {
+            Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker.id, error)),
+            Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
+            Ok(response) => read_to_its_end(&worker.id, response).await,
+        };
+        if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
+            booking.note_complete();
         }
-        Ok(response) => {
-            let (status, blame) = (response.status, Blame::Answer(Standing::of(&response)));
-            let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
-            let reason = format!("status {}: {}", status.as_u16(), String::from_utf8_lossy(&body));
-            let failure = LegFailure { role: Role::Prefill, worker, reason, phase: "status", is_timeout: false, blame };
-            PrefillEnd::Failed(failure)
-        }
-    };
-    if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
-        booking.note_complete();
+        drop(booking);
+        end
     }
-    drop(booking);
-    end
+}
+
+async fn read_to_its_end(worker: &Name, response: UpstreamResponse) -> PrefillEnd {
+    if response.status.is_success() {
+        return match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
+            Ok(body) => PrefillEnd::Done(body),
+            Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, worker, error)),
+        };
+    }
+    let (status, blame) = (response.status, Blame::Answer(Standing::of(&response)));
+    let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
+    PrefillEnd::Failed(LegFailure {
+        role: Role::Prefill,
+        worker: worker.clone(),
+        reason: format!("status {}: {}", status.as_u16(), String::from_utf8_lossy(&body)),
+        phase: "status",
+        is_timeout: false,
+        blame,
+    })
 }
 
 /// Both legs at once. The client gets decode's answer once its first byte is there; until then whichever leg fails
 /// ends the other one.
-async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
+async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
     let Some(held_job) = job.as_ref() else { return Ending::Failed(ApiError::Internal) };
     let received = held_job.received;
     let pair = attempt.pair.peers.pair();
     let prefill_leg = pd::prefill_leg(&pair, held_job.endpoint, &held_job.members, &attempt.ids);
     let decode_leg = pd::decode_leg(&pair, held_job.endpoint, &held_job.members, &attempt.ids, None);
-    let mut guard = attempt.guard(held_job.sequences);
+    let mut guard = attempt.guard();
     let booking = attempt.booking_of_the_leg();
     let prefill_call = attempt.call(Role::Prefill, held_job, prefill_leg);
     let decode_call = attempt.call(Role::Decode, held_job, decode_leg);
     let decode_progress = decode_call.progress.clone();
     let progress = prefill_call.progress.clone();
-    let mut prefill =
-        PrefillLeg::new(&attempt, held_job, progress, Box::pin(prefill_to_its_end(prefill_call, booking)));
+    let mut prefill = PrefillLeg::new(attempt, held_job, progress, Box::pin(prefill_to_its_end(prefill_call, booking)));
     prefill.awaited_by(decode_progress.clone());
     let mut decode: DecodeFuture = Box::pin(decode_call.send_and_begin());
 
@@ -297,7 +301,7 @@ async fn concurrent(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: 
                 let held = prefill.take_held();
                 // Dropped before the client is answered: the prefill leg is to end at once.
                 drop(prefill);
-                return decode_failed(&attempt, outcome, held, decode_progress.is_delivered(), responder).await;
+                return decode_failed(attempt, outcome, held, decode_progress.is_delivered(), responder).await;
             }
         }
     };
@@ -376,14 +380,14 @@ async fn decode_failed(
 }
 
 /// Prefill first; its answer says where decode finds the KV.
-async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
+async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
     let Some(held_job) = job.as_ref() else { return Ending::Failed(ApiError::Internal) };
     let received = held_job.received;
     let leg = pd::prefill_leg(&attempt.pair.peers.pair(), held_job.endpoint, &held_job.members, &attempt.ids);
     let booking = attempt.booking_of_the_leg();
     let call = attempt.call(Role::Prefill, held_job, leg);
     let progress = call.progress.clone();
-    let mut prefill = PrefillLeg::new(&attempt, held_job, progress, Box::pin(prefill_to_its_end(call, booking)));
+    let mut prefill = PrefillLeg::new(attempt, held_job, progress, Box::pin(prefill_to_its_end(call, booking)));
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
             attempt.pair.prefill.succeeded(&attempt.service.shared);
@@ -439,6 +443,6 @@ async fn serial(mut attempt: Attempt<'_>, job: &mut Option<Job>, responder: &mut
             attempt.answered(&answer);
             Ending::Answered(answer.outcome)
         }
-        outcome => decode_failed(&attempt, outcome, held, is_delivered, responder).await,
+        outcome => decode_failed(attempt, outcome, held, is_delivered, responder).await,
     }
 }

@@ -3,6 +3,8 @@
 
 use std::rc::Rc;
 
+use smallvec::SmallVec;
+
 use super::direct::{self, Named};
 use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::Prompts;
@@ -91,6 +93,9 @@ impl PickedPair {
     }
 }
 
+/// Targets of one role; most pools are small.
+type Side = SmallVec<[Member; 8]>;
+
 /// One target that may take part.
 struct Member {
     index: u32,
@@ -106,7 +111,7 @@ pub(super) fn pick_pair(
     let (prefill, prefill_faults) = members(service, view, wish, Role::Prefill)?;
     let (decode, decode_faults) = members(service, view, wish, Role::Decode)?;
     let speaks = |side: &[Member], protocol: Protocol| side.iter().any(|member| member.peer.protocol == protocol);
-    let paired: Vec<u32> =
+    let paired: SmallVec<[u32; 16]> =
         prefill.iter().filter(|it| speaks(&decode, it.peer.protocol)).map(|member| member.index).collect();
     if paired.is_empty() {
         return match wish.tried.attempts() {
@@ -122,7 +127,7 @@ pub(super) fn pick_pair(
     };
     let Some(prefill_peer) = peer_of(&prefill, &picked_prefill) else { return Ok(None) };
     let protocol = prefill_peer.protocol;
-    let partners: Vec<u32> =
+    let partners: SmallVec<[u32; 16]> =
         decode.iter().filter(|it| it.peer.protocol == protocol).map(|member| member.index).collect();
     let Some(picked_decode) = pick_of(service, view, wish, Role::Decode, &partners)? else { return Ok(None) };
     let Some(decode_peer) = peer_of(&decode, &picked_decode) else { return Ok(None) };
@@ -160,7 +165,7 @@ fn members(
     view: &View,
     wish: &PairWish<'_>,
     role: Role,
-) -> Result<(Vec<Member>, Vec<String>), ApiError> {
+) -> Result<(Side, Vec<String>), ApiError> {
     let fleet = &view.fleet;
     let (pool, pin) = match role {
         Role::Prefill => (wish.prefill, wish.pins.prefill),
@@ -173,7 +178,7 @@ fn members(
     let pool = narrowed.as_deref().unwrap_or(pool);
     check_pin(view, pool, pin, role)?;
     let tried = wish.tried.of(role);
-    let (mut members, mut faults): (Vec<Member>, Vec<String>) = Default::default();
+    let (mut members, mut faults): (Side, Vec<String>) = Default::default();
     for index in pool.iter().copied() {
         let target = &fleet.targets[index as usize];
         let worker = &target.worker;

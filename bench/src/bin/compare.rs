@@ -31,9 +31,9 @@ struct Arguments {
     /// The router's binary. Without it the release binary is built first.
     #[arg(long)]
     router: Option<PathBuf>,
-    /// Also measure the router with a prefill and a decode leg per request; with --only json or body.
-    #[arg(long, conflicts_with = "without_router")]
-    pair: bool,
+    /// Leave out the router with a prefill and a decode leg per request.
+    #[arg(long)]
+    without_pair: bool,
     /// Leave the router out.
     #[arg(long, conflicts_with = "router")]
     without_router: bool,
@@ -73,7 +73,8 @@ fn run(arguments: Arguments) -> Result<bool> {
     }
     let host = Host::describe(descriptors_max);
     pin_current_thread(cores.load)?;
-    let idle_proxies = rivals.iter().filter(|rival| arguments.idle_all || !is_yardstick(rival));
+    let idle_proxies =
+        rivals.iter().filter(|rival| rival.name != ROUTER_PAIR && (arguments.idle_all || !is_yardstick(rival)));
     let plan = Plan {
         rounds: arguments.rounds,
         window,
@@ -112,7 +113,7 @@ fn rivals(arguments: &Arguments) -> Result<Vec<Rival>> {
             None => build_router()?,
         };
         rivals.push(Rival { name: ROUTER.to_owned(), kind: Kind::Router(program.clone()) });
-        if arguments.pair {
+        if !arguments.without_pair {
             rivals.push(Rival { name: ROUTER_PAIR.to_owned(), kind: Kind::RouterPair(program) });
         }
     }

@@ -164,9 +164,12 @@ fn pairs(text: &str) -> Vec<(String, Value)> {
     list
 }
 
-/// What the edits mean, on parsed members.
-fn model(mut list: Vec<(String, Value)>, edits: &Edits) -> Vec<(String, Value)> {
-    for (key, change) in &edits.0 {
+/// What the edits mean, on parsed members: the last one of each member counts.
+fn model(mut list: Vec<(String, Value)>, edits: &Edits<'_>) -> Vec<(String, Value)> {
+    for (place, (key, change)) in edits.0.iter().enumerate() {
+        if edits.0[place + 1..].iter().any(|(later, _)| later == key) {
+            continue;
+        }
         let at = list.iter().position(|(known, _)| known == key);
         let mut first = true;
         match change {
