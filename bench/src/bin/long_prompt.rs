@@ -139,12 +139,13 @@ fn measure(
     let is_judged = arguments.tokens >= JUDGED_TOKENS_MIN;
     ensure!(fast.encodes_fast() || !is_judged, "the fast encoder does not take this model");
     let mut writer = Writer::new(arguments.seed);
-    let prompt =
-        |body: &[u8]| fast.tokens(Endpoint::Chat, EngineRules::Vllm, body).map_err(|error| anyhow::anyhow!("{error}"));
+    let prompt = |prompter: &Prompter, body: &[u8]| {
+        prompter.tokens(Endpoint::Chat, EngineRules::Vllm, body).map_err(|error| anyhow::anyhow!("{error}"))
+    };
     // Text of this kind has about four bytes a token; what is missing is written.
     let mut base = writer.conversation(arguments.tokens * 4);
     let tokens = loop {
-        let tokens = prompt(&conversation::body(&base))?.ids.len();
+        let tokens = prompt(&fast, &conversation::body(&base))?.ids.len();
         if tokens >= arguments.tokens {
             break tokens;
         }
@@ -174,11 +175,11 @@ fn measure(
             .map(|_| conversation::body(&writer.conversation(body_bytes * 96 / 100)))
             .collect();
         cold_ms.push(spend(router, &mut clients.0, &cold)?);
-        // Rendered on a thread of its own: what an encoder remembers of a text it remembers by thread, and here each
-        // text is to be as new as it was to the router.
+        // Rendered by the reference, and on a thread of its own: a text that the fast encoder has just met, on whatever
+        // thread, finds its merges in the processor's caches. Here each is to be as new as it was to the router.
         let texts = std::thread::scope(|scope| {
-            let (cold, prompt) = (&cold, &prompt);
-            let text = move |body: &Vec<u8>| prompt(body)?.text.context("a text");
+            let (cold, prompt, reference) = (&cold, &prompt, &reference);
+            let text = move |body: &Vec<u8>| prompt(reference, body)?.text.context("a text");
             let rendering = scope.spawn(move || cold.iter().map(text).collect::<Result<Vec<_>>>());
             rendering.join().map_err(|_| anyhow::anyhow!("rendering panicked"))?
         })?;
