@@ -31,7 +31,7 @@ fn store(mirror: &mut Mirror, tree: &mut Tree, names: &[EngineHash], parent: Opt
 }
 
 #[test]
-fn a_million_unique_suffixes_leave_nothing_behind() {
+fn b55_a_million_unique_suffixes_leave_nothing_behind() {
     let (mut tree, mut mirrors) = (Tree::default(), [Mirror::new(0), Mirror::new(1)]);
     let system: Vec<u32> = (1..=(SYSTEM_BLOCKS * BLOCK_SIZE) as u32).collect();
     let names: Vec<EngineHash> = prompt_blocks(&system, BLOCK_SIZE).iter().map(|block| EngineHash(!block.0)).collect();

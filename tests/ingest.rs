@@ -21,7 +21,7 @@ fn tokens(from: u32, blocks: u32) -> Vec<u32> {
 }
 
 #[test]
-fn events_become_depth_and_a_worker_that_leaves_takes_them_along() {
+fn b18_events_become_depth_and_a_worker_that_leaves_takes_them_along() {
     let context = zmq::Context::new();
     let (mut first, mut second) = (Publisher::new(&context), Publisher::new(&context));
     let ingest = start();
@@ -79,7 +79,7 @@ impl Counts for infera_router::index::View {
 }
 
 #[test]
-fn a_late_publisher_is_found_and_a_restarted_one_starts_from_nothing() {
+fn b17_a_late_publisher_is_found_and_a_restarted_one_starts_from_nothing() {
     let context = zmq::Context::new();
     let endpoint = Publisher::new(&context).endpoint.clone();
     let ingest = start();
@@ -102,7 +102,7 @@ fn a_late_publisher_is_found_and_a_restarted_one_starts_from_nothing() {
 }
 
 #[test]
-fn a_gap_resets_and_broken_messages_do_not() {
+fn b10_a_gap_resets_and_broken_messages_do_not() {
     let context = zmq::Context::new();
     let mut publisher = Publisher::new(&context);
     let ingest = start();
@@ -167,7 +167,7 @@ fn ranks_publish_on_consecutive_ports_and_a_batch_may_name_another_rank() {
 }
 
 #[test]
-fn an_unregistered_block_size_is_learned_and_a_wrong_one_is_counted() {
+fn b13_an_unregistered_block_size_is_learned_and_a_wrong_one_is_counted() {
     let context = zmq::Context::new();
     let mut publisher = Publisher::bind(&context, "tcp://[::1]:*").expect("IPv6 loopback");
     let ingest = start();
@@ -205,7 +205,7 @@ fn send_with_losses(publisher: &Publisher, prompt: &[u32], from: u64, lost: &[u6
 }
 
 #[test]
-fn lost_batches_are_replayed_and_nothing_is_forgotten() {
+fn b10_lost_batches_are_replayed_and_nothing_is_forgotten() {
     for with_topic in [false, true] {
         let context = zmq::Context::new();
         let prompt = tokens(1, 5);
@@ -232,7 +232,7 @@ fn lost_batches_are_replayed_and_nothing_is_forgotten() {
 
 /// The router comes when the engine has said three batches: they are asked for at once, whether or not more is said.
 #[test]
-fn a_late_router_recovers_by_replay() {
+fn b09_a_late_router_recovers_by_replay() {
     let context = zmq::Context::new();
     let prompt = tokens(1, 5);
     let mut publisher = Publisher::new(&context);
@@ -436,7 +436,7 @@ fn an_idle_core_does_not_turn() {
 
 /// A clear of one rank, in one message with the store that follows it, leaves the other ranks of the worker alone.
 #[test]
-fn a_clear_is_of_one_rank() {
+fn b12_a_clear_is_of_one_rank() {
     let context = zmq::Context::new();
     let (mut first, mut second) = loop {
         let first = Publisher::new(&context);
@@ -510,7 +510,7 @@ fn pass_on(mut from: std::net::TcpStream, mut to: std::net::TcpStream, silence: 
 /// The host of a publisher dies without a word: noticed by the heartbeat. No credit meanwhile, and the worker stays a target.
 /// When it is back, what the view missed is asked for.
 #[test]
-fn a_publisher_whose_host_died_is_noticed() {
+fn b17_a_publisher_whose_host_died_is_noticed() {
     use infera_router::index::Hits;
     let context = zmq::Context::new();
     let prompt = tokens(1, 5);
@@ -553,7 +553,7 @@ fn a_publisher_whose_host_died_is_noticed() {
 /// The engine restarts while the router is away, and is past the former one's number by the time of the reconnection: what
 /// is missed is not filled into the old view.
 #[test]
-fn a_new_life_past_the_former_ones_number_is_told_apart() {
+fn b10_a_new_life_past_the_former_ones_number_is_told_apart() {
     let context = zmq::Context::new();
     let (old, new) = (tokens(1, 5), tokens(1_000, 5));
     let mut publisher = Publisher::new(&context);

@@ -18,7 +18,7 @@ fn usage() -> (usize, usize) {
 }
 
 #[test]
-fn restarts_and_leaves_leave_nothing_behind() {
+fn b18_b55_restarts_and_leaves_leave_nothing_behind() {
     let context = zmq::Context::new();
     let ingest = Ingest::start(IngestConfig::default()).unwrap();
     let mut publisher = Publisher::new(&context);

@@ -9,7 +9,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use infera_router::prompt::{EncoderChoice, Endpoint, EngineRules, NoBlocks, Prompter, PrompterOptions};
+use infera_router::prompt::{ChatEncoding, EncoderChoice, Endpoint, EngineRules, NoBlocks, Prompter, PrompterOptions};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -116,6 +116,22 @@ fn deepseek_v4_chats_of_both_engines() {
     assert_eq!(preview.chat_renderer(EngineRules::Vllm), "deepseek_v4");
     let place = |line: &Value| usize::from(line["model"] == "deepseek_v4_official");
     assert!(check_texts("deepseek_v4.jsonl", place, &[preview, official]) > 120);
+}
+
+/// A model directory without a word about its kind, as a fine-tune may be published.
+#[test]
+fn an_encoder_that_is_asked_for_by_name_needs_no_detection() {
+    let Some(tokenizer) = fetched("deepseek_v4", "tokenizer.json") else { return };
+    let directory = model(&tokenizer, &[]);
+    let body = br#"{"messages":[{"role":"user","content":"hi"}]}"#;
+    let plain = load(&directory);
+    assert!(plain.tokens(Endpoint::Chat, EngineRules::Vllm, body).is_err(), "no template");
+    let options = PrompterOptions { chat_encoding: Some(ChatEncoding::Dsv4), ..options() };
+    let named = Prompter::load(directory.path(), options).unwrap();
+    let config = r#"{"architectures": ["DeepseekV4ForCausalLM"]}"#;
+    let detected = load(&model(&tokenizer, &[("config.json", config)]));
+    let ids = |prompter: &Prompter| prompter.tokens(Endpoint::Chat, EngineRules::Vllm, body).unwrap().ids;
+    assert_eq!(ids(&named), ids(&detected));
 }
 
 #[test]

@@ -95,7 +95,7 @@ impl Model {
 use EngineRules::{Sglang, Vllm};
 
 #[test]
-fn begin_of_sequence_comes_once() {
+fn b27_begin_of_sequence_comes_once() {
     let model = model("{{ bos_token }}{{ messages[0].content }}");
     let ids = |body| model.chat(Vllm, body).unwrap().ids;
     assert_eq!(ids(r#"{"messages":[{"role":"user","content":"hi"}]}"#), [BOS, 104, 105]);
@@ -137,7 +137,7 @@ fn the_configs_own_words_replace_the_tokenizers_rule() {
 }
 
 #[test]
-fn content_reaches_the_template_in_the_form_it_asks_for() {
+fn b25_content_reaches_the_template_in_the_form_it_asks_for() {
     let text = model("{% for message in messages %}[{{ message.content }}]{% endfor %}");
     let parts = model(
         "{% for message in messages %}[{% for part in message.content %}{{ part.type }}:{{ part.text }};{% endfor %}]{% endfor %}",
@@ -170,7 +170,7 @@ fn content_reaches_the_template_in_the_form_it_asks_for() {
 }
 
 #[test]
-fn tool_call_arguments_become_objects() {
+fn b24_tool_call_arguments_become_objects() {
     let model = model(
         "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{{ call.function.arguments is string }}{% endfor %}{% endfor %}",
     );
@@ -200,7 +200,7 @@ fn tool_call_arguments_become_objects() {
 }
 
 #[test]
-fn tools_are_written_again_as_the_engines_type_them() {
+fn b28_tools_are_written_again_as_the_engines_type_them() {
     let model = model("{{ tools | tojson }}");
     let body = |more: &str| format!(r#"{{"messages":[{{"role":"user","content":"u"}}]{more}}}"#);
     let bare = r#","tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}},"x":1}}]"#;
@@ -226,7 +226,7 @@ fn tools_are_written_again_as_the_engines_type_them() {
 }
 
 #[test]
-fn a_template_that_refuses_or_fails_costs_locality_only() {
+fn b29_a_template_that_refuses_or_fails_costs_locality_only() {
     let model = model(
         "{% for m in messages %}{% if m.role == 'user' %}{% set ns = 1 %}{% endif %}{% endfor %}{% if messages[0].role != 'user' %}{{ raise_exception('No user query found') }}{% endif %}{{ messages[0].content }}",
     );

@@ -61,7 +61,7 @@ fi
 
 at_least /proc/sys/net/core/somaxconn 4096 "bursts of connections are dropped and come back after a second"
 at_least /proc/sys/net/ipv4/tcp_max_syn_backlog 4096 "the same for connections in their handshake"
-at_least /proc/sys/net/ipv4/tcp_migrate_req 1 "a take-over of the port can reset connections in their handshake"
+at_least /proc/sys/net/ipv4/tcp_migrate_req 1 "when one of two routers on a port dies, connections in its queue are reset"
 at_least /proc/sys/net/core/rmem_max 4194304 "long prompts over fast links are slowed by small windows"
 at_least /proc/sys/net/core/netdev_max_backlog 4096 "packets are dropped in bursts"
 

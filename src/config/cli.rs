@@ -147,6 +147,9 @@ pub struct RoutingArgs {
     /// Render a request's own `chat_template`, under limits; without it such a request is routed by load.
     #[arg(long)]
     pub allow_request_chat_template: bool,
+    /// dsv4|kimi_k3: chats are rendered by this encoder, whatever the model directory says [default: as it says].
+    #[arg(long, value_name = "NAME", env = "INFERA_KV_CHAT_ENCODING", default_value = "", hide_default_value = true)]
+    pub kv_chat_encoding: String,
     /// Threads that encode long prompts [default: by the number of cores].
     #[arg(long, value_name = "N")]
     pub encoder_threads: Option<u32>,
@@ -236,9 +239,6 @@ pub struct NotBuiltArgs {
     pub stream_admission_warn_s: f64,
     #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]
     pub stream_stall_warn_s: f64,
-    /// dsv4|kimi_k3: chat encoding instead of the template.
-    #[arg(long, value_name = "NAME", env = "INFERA_KV_CHAT_ENCODING", default_value = "")]
-    pub kv_chat_encoding: String,
 }
 
 /// Options that only tune a transport or backend which cannot be chosen in this build. Launchers pass them along, so

@@ -62,6 +62,7 @@ impl Config {
             chat_template_kwargs: self.chat_template_kwargs.clone(),
             cache_bytes: self.prompt_cache_bytes,
             allow_request_chat_template: self.allow_request_chat_template,
+            chat_encoding: self.chat_encoding,
             ..PrompterOptions::default()
         };
         let prompter = Prompter::load(path, options).with_context(|| format!("cannot load {}", path.display()))?;

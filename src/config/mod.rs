@@ -18,6 +18,7 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::discovery::DiscoveryConfig;
+use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, SteeringSettings};
 use crate::route::Policy;
 pub use access::Access;
@@ -80,6 +81,8 @@ pub struct Config {
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     /// `--allow-request-chat-template`.
     pub allow_request_chat_template: bool,
+    /// Absent: as the model directory says.
+    pub chat_encoding: Option<ChatEncoding>,
     /// Absent: the encoder pool's own default.
     pub encoder_threads: Option<usize>,
     /// Bound of the prefix cache; 0 for none.

@@ -308,11 +308,9 @@ fn failing_and_full_workers() {
 
 #[test]
 fn b60_options_without_their_feature_are_refused_not_ignored() {
-    for (name, asking, harmless) in [
-        ("--stream-admission-warn-s", "10", &["240", "0"][..]),
-        ("--stream-stall-warn-s", "10", &["60", "0"]),
-        ("--kv-chat-encoding", "dsv4", &[]),
-    ] {
+    for (name, asking, harmless) in
+        [("--stream-admission-warn-s", "10", &["240", "0"][..]), ("--stream-stall-warn-s", "10", &["60", "0"])]
+    {
         if !asking.is_empty() {
             check_refused(&[name, asking], EXIT_INVALID, &[name, "not available in this build"]);
         }
@@ -320,6 +318,14 @@ fn b60_options_without_their_feature_are_refused_not_ignored() {
             config(&[name, value]);
         }
     }
+}
+
+#[test]
+fn a_chat_encoding_by_name() {
+    use crate::prompt::ChatEncoding;
+    assert_eq!(config(&[]).chat_encoding, None);
+    assert_eq!(config(&["--kv-chat-encoding", "dsv4"]).chat_encoding, Some(ChatEncoding::Dsv4));
+    assert_eq!(config(&["--kv-chat-encoding", "kimi_k3"]).chat_encoding, Some(ChatEncoding::KimiK3));
 }
 
 #[test]
@@ -358,7 +364,7 @@ fn sessions_are_off_by_default_and_their_bounds_are_checked() {
 #[test]
 fn every_problem_is_reported_at_once() {
     let refusal =
-        run(&["--router-policy", "x", "--shards", "0", "--worker", "h", "--kv-chat-encoding", "on"]).map(|_| ());
+        run(&["--router-policy", "x", "--shards", "0", "--worker", "h", "--stream-stall-warn-s", "1"]).map(|_| ());
     let text = refusal.unwrap_err().text;
     assert_eq!(text.lines().count(), 4, "{text}");
     assert!(text.lines().all(|line| line.starts_with("error: ")), "{text}");
@@ -428,8 +434,10 @@ fn flag_before_environment_before_default() {
     assert!(output.contains("session-affinity = both (environment)"), "{output}");
     let output = child(&[("INFERA_DECODE_INPUT_DEMAND", "shadow")]);
     assert!(output.contains("refused: error: --decode-input-demand requires --router-policy kv-aware"), "{output}");
-    let output = child(&[("INFERA_KV_CHAT_ENCODING", "dsv4")]);
-    assert!(output.contains("refused: error: --kv-chat-encoding dsv4: not available in this build"), "{output}");
+    let output = child(&[("INFERA_STREAM_STALL_WARN", "7")]);
+    assert!(output.contains("refused: error: --stream-stall-warn-s 7: not available in this build"), "{output}");
+    let output = child(&[("INFERA_KV_CHAT_ENCODING", "jinja")]);
+    assert!(output.contains("--kv-chat-encoding dsv4|kimi_k3 (got `jinja`)"), "{output}");
 }
 
 fn print_what_a_child_sees() {

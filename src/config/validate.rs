@@ -11,13 +11,14 @@ use super::cli::{
 use super::effective::{Setting, Source, redact};
 use super::{Config, IoDriver, LogFormat, ShardCpus, UpstreamTimeouts, worker_argument};
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
+use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode};
 use crate::route::Policy;
 use crate::worker::WorkerRecord;
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 3] =
-    [("stream-admission-warn-s", Some("0")), ("stream-stall-warn-s", Some("0")), ("kv-chat-encoding", None)];
+const NOT_BUILT: [(&str, Option<&str>); 2] =
+    [("stream-admission-warn-s", Some("0")), ("stream-stall-warn-s", Some("0"))];
 
 const SHARDS_MAX: u32 = 1024;
 const ENCODER_THREADS_MAX: u32 = 1024;
@@ -40,7 +41,7 @@ impl Problems {
         if let Some((_, value)) = choices.iter().find(|(name, _)| *name == given) {
             return *value;
         }
-        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
+        let names: Vec<_> = choices.iter().map(|(name, _)| *name).filter(|name| !name.is_empty()).collect();
         self.add(format!("this build supports {flag} {} (got `{given}`)", names.join("|")));
         choices[0].1
     }
@@ -134,6 +135,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         kv_self_heal: routing.self_heal,
         chat_template_kwargs: routing.chat_template_kwargs,
         allow_request_chat_template: arguments.routing.allow_request_chat_template,
+        chat_encoding: routing.chat_encoding,
         encoder_threads: routing.encoder_threads,
         prompt_cache_bytes: routing.prompt_cache_bytes,
         request_retries_max: routing.request_retries_max,
@@ -323,12 +325,18 @@ struct Routing {
     host_tier_weight: f64,
     self_heal: bool,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+    chat_encoding: Option<ChatEncoding>,
     encoder_threads: Option<usize>,
     prompt_cache_bytes: usize,
     request_retries_max: u32,
 }
 
 fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
+    let chat_encoding = problems.choice(
+        "--kv-chat-encoding",
+        &arguments.kv_chat_encoding,
+        &[("", None), ("dsv4", Some(ChatEncoding::Dsv4)), ("kimi_k3", Some(ChatEncoding::KimiK3))],
+    );
     let policy = problems.choice(
         "--router-policy",
         &arguments.router_policy,
@@ -378,6 +386,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         overlap_weight,
         host_tier_weight,
         self_heal: arguments.kv_self_heal,
+        chat_encoding,
         chat_template_kwargs,
         encoder_threads,
         prompt_cache_bytes: prompt_cache_bytes as usize,

@@ -93,7 +93,7 @@ const REMOVED: &str = "92cb3ff80000000000009193ac426c6f636b52656d6f76656491cffc3
 const SIGNED: &str = "93cb3ff80000000000009195ab426c6f636b53746f72656491d3fc38b4aedaada613c094010203040400";
 
 #[test]
-fn integers_signed_integers_and_bytes_name_blocks() {
+fn b16_integers_signed_integers_and_bytes_name_blocks() {
     let name = 18174474959339759123;
     assert_eq!(decode(&unhex(UNSIGNED)).0, [stored(name, &[])]);
     assert_eq!(decode(&unhex(SIGNED)).0, [stored(name, &[])]);
@@ -105,7 +105,7 @@ fn integers_signed_integers_and_bytes_name_blocks() {
 }
 
 #[test]
-fn maps_and_unknown_fields_decode_like_arrays() {
+fn b16_maps_and_unknown_fields_decode_like_arrays() {
     let map = serde_json::json!([1.5, [{"block_hashes": [9], "future": {"a": [1, 2]}, "token_ids": [1, 2, 3, 4],
         "block_size": 4, "parent_block_hash": null, "type": "BlockStored", "kv_cache_spec_kind": "mla_attention"}], 0]);
     assert_eq!(decode(&packed(map)).0, [stored(9, &[])]);
@@ -117,7 +117,7 @@ fn maps_and_unknown_fields_decode_like_arrays() {
 }
 
 #[test]
-fn every_cut_of_every_form_is_an_error_and_never_a_panic() {
+fn b16_every_cut_of_every_form_is_an_error_and_never_a_panic() {
     for text in [UNSIGNED, BYTES, REMOVED, SIGNED] {
         let payload = unhex(text);
         for cut in 0..payload.len() {
@@ -129,7 +129,7 @@ fn every_cut_of_every_form_is_an_error_and_never_a_panic() {
 }
 
 #[test]
-fn a_bad_event_is_skipped_by_reason_and_its_neighbours_are_applied() {
+fn b13_a_bad_event_is_skipped_by_reason_and_its_neighbours_are_applied() {
     use serde_json::json;
     let sixteen: Vec<u32> = (0..16).collect();
     let thirty_two: Vec<u32> = (0..32).collect();
@@ -194,7 +194,7 @@ fn what_is_not_a_batch_is_an_error() {
 }
 
 #[test]
-fn order_within_a_batch_is_kept() {
+fn b12_order_within_a_batch_is_kept() {
     let good = serde_json::json!(["BlockStored", [9], null, [1, 2, 3, 4], 4, null]);
     let clear = serde_json::json!(["AllBlocksCleared"]);
     assert_eq!(decode(&packed(serde_json::json!([1, [clear, good]]))).0, [Seen::Cleared, stored(9, &[])]);
@@ -202,7 +202,7 @@ fn order_within_a_batch_is_kept() {
 }
 
 #[test]
-fn adapter_salt_and_image_identities_are_told_apart() {
+fn b19_adapter_salt_and_image_identities_are_told_apart() {
     use serde_json::json;
     let identity = |lora_id: serde_json::Value, lora_name: serde_json::Value, extra_keys: serde_json::Value| {
         let event = json!(["BlockStored", [1, 2], null, [7, 8], 1, lora_id, "GPU", lora_name, extra_keys]);

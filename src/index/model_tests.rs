@@ -218,7 +218,7 @@ fn depths(tree: &mut Tree, prompt: &[u32]) -> Vec<(u32, u32)> {
 
 /// The router restarts while a worker keeps its cache: the first it hears of are children of blocks it never saw.
 #[test]
-fn a_lost_index_heals_when_the_head_is_stored_again() {
+fn b09_a_lost_index_heals_when_the_head_is_stored_again() {
     let prompt: Vec<u32> = (1..=8).collect();
     let blocks = prompt_blocks(&prompt, BLOCK_SIZE);
     let mut tree = Tree::default();
@@ -239,7 +239,7 @@ fn a_lost_index_heals_when_the_head_is_stored_again() {
 
 /// Equal tokens under other engine hashes are one block; equal engine hashes on two workers are unrelated.
 #[test]
-fn engine_hashes_are_names_of_one_worker() {
+fn b21_engine_hashes_are_names_of_one_worker() {
     let prompt: Vec<u32> = (1..=4).collect();
     let blocks = prompt_blocks(&prompt, BLOCK_SIZE);
     let mut tree = Tree::default();
@@ -333,7 +333,7 @@ fn media_and_groups_are_counted_apart() {
 }
 
 #[test]
-fn blocks_with_an_identity_and_their_children_never_give_plain_credit() {
+fn b19_blocks_with_an_identity_and_their_children_never_give_plain_credit() {
     let prompt: Vec<u32> = (1..=6).collect();
     let mut tree = Tree::default();
     let mut mirror = Mirror::new(1);
@@ -359,7 +359,7 @@ fn blocks_with_an_identity_and_their_children_never_give_plain_credit() {
 
 /// Unique suffixes come and go under one system prompt, removed in order, in reverse, and shuffled: nodes and pages return.
 #[test]
-fn churn_returns_to_where_it_was() {
+fn b55_churn_returns_to_where_it_was() {
     let mut random = fastrand::Rng::with_seed(5);
     let system: Vec<u32> = (1..=20).collect();
     let mut tree = Tree::default();

@@ -42,6 +42,7 @@ use crate::hash::{self, BlockHash};
 
 pub use ahead::Submit;
 pub use encoder::EncoderChoice;
+pub use native::ChatEncoding;
 pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
 pub use request::{Body as PromptBody, Look};

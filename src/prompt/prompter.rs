@@ -9,7 +9,7 @@ use super::block_maker::{BlockMaker, Pending, Text};
 use super::encoder::{Encoder, EncoderChoice, on_own_thread};
 use super::environment::strftime;
 use super::model_files::ModelFiles;
-use super::native::Native;
+use super::native::{ChatEncoding, Native};
 use super::outline::utf8;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
@@ -32,6 +32,8 @@ pub struct PrompterOptions {
     pub vllm_reads_reasoning_content: bool,
     /// `--kv-default-chat-template-kwargs`: template arguments that the fleet's engines add to every request.
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+    /// `--kv-chat-encoding`: chats are rendered by this encoder; `None` leaves it to the model directory.
+    pub chat_encoding: Option<ChatEncoding>,
     /// Clock of `strftime_now`; `None` reads the machine's.
     pub now: Option<SystemTime>,
     pub encoder: EncoderChoice,
@@ -45,6 +47,7 @@ impl Default for PrompterOptions {
             allow_request_chat_template: false,
             vllm_reads_reasoning_content: false,
             chat_template_kwargs: serde_json::Map::new(),
+            chat_encoding: None,
             now: None,
             encoder: EncoderChoice::default(),
             cache_bytes: PROMPT_CACHE_BYTES,
@@ -105,7 +108,7 @@ impl Prompter {
             prefix_cache = maker.has_cache(),
             "tokenizer loaded"
         );
-        let native = Native::of_model(&files);
+        let native = Native::chosen(options.chat_encoding, &files);
         if let Some(native) = native {
             tracing::info!(encoder = native.name(), "chats of this model are rendered by code, not by a template");
         }

@@ -52,7 +52,7 @@ const REFUSED_HERE: [&str; 34] = [
 ];
 
 #[test]
-fn templates_print_what_python_prints() {
+fn b23_templates_print_what_python_prints() {
     let mut lines = FEATURES.lines();
     let context = Tree::parse(lines.next().unwrap()).unwrap();
     let Tree::Map(context) = context else { panic!("a map") };

@@ -20,9 +20,11 @@ use targets::{TARGETS, Target};
 const KEPT_MAX: usize = 4_096;
 const INPUT_BYTES_MAX: usize = 1 << 16;
 
-/// Bytes that mean something to one of the readers.
-const TELLING: [u8; 16] =
-    [0x00, 0x01, 0x7f, 0x80, 0x90, 0x92, 0xc0, 0xc4, 0xc6, 0xcb, 0xcf, 0xd3, 0xdb, 0xdd, 0xdf, 0xff];
+/// Bytes that mean something to one of the readers: of msgpack, then of HTTP, event streams and JSON.
+const TELLING: [u8; 32] = [
+    0x00, 0x01, 0x7f, 0x80, 0x90, 0x92, 0xc0, 0xc4, 0xc6, 0xcb, 0xcf, 0xd3, 0xdb, 0xdd, 0xdf, 0xff, b'\r', b'\n', b' ',
+    b'\t', b':', b';', b',', b'"', b'\\', b'{', b'}', b'[', b']', b'0', b'a', b'F',
+];
 
 fn seconds() -> f64 {
     std::env::var("INFERA_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(2.0)
@@ -129,6 +131,31 @@ fn kv_payload() {
 #[test]
 fn kv_state() {
     fuzz("kv_state");
+}
+
+#[test]
+fn request_head() {
+    fuzz("request_head");
+}
+
+#[test]
+fn response_head() {
+    fuzz("response_head");
+}
+
+#[test]
+fn chunked_body() {
+    fuzz("chunked_body");
+}
+
+#[test]
+fn event_stream() {
+    fuzz("event_stream");
+}
+
+#[test]
+fn splice() {
+    fuzz("splice");
 }
 
 #[test]

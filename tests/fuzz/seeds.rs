@@ -13,10 +13,69 @@ pub fn of(target: &str) -> Vec<Vec<u8>> {
         "kv_frames" => messages().iter().map(|frames| multipart(frames)).collect(),
         "kv_payload" => messages().into_iter().filter_map(|mut frames| frames.pop()).collect(),
         "kv_state" => programs(),
+        "request_head" => in_pieces(REQUESTS),
+        "response_head" => in_pieces(RESPONSES),
+        "chunked_body" => in_pieces(CHUNKED),
+        "event_stream" => in_pieces(STREAMS),
+        "splice" => BODIES.iter().map(|body| body.as_bytes().to_vec()).collect(),
         other => panic!("no inputs for {other}"),
     };
     assert!(!seeds.is_empty(), "{target}");
     seeds
+}
+
+const REQUESTS: &[&str] = &[
+    "POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 13\r\nContent-Type: application/json\r\n\r\n",
+    "POST http://t:80/v1?a=b HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n",
+    "GET /health HTTP/1.0\r\nConnection: keep-alive, X-Own\r\nX-Own: 1\r\n\r\n",
+    "OPTIONS * HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n",
+    "POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "GET / HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    "GET / HTTP/2.0\r\nHost : t\r\n folded\r\n\r\n",
+];
+
+const RESPONSES: &[&str] = &[
+    "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n",
+    "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "HTTP/1.0 404 Not Found\r\nConnection: keep-alive\r\nRetry-After: 7\r\n\r\n",
+    "HTTP/1.1 100 Continue\r\n\r\n",
+    "HTTP/1.1 304 Not Modified\r\nContent-Length: 9\r\nConnection: close\r\n\r\n",
+    "HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "HTTP/1.1 999\r\n\r\n",
+];
+
+const CHUNKED: &[&str] = &[
+    "4\r\nabcd\r\n0\r\n\r\nNEXT",
+    "A;name=\"x\"\r\n0123456789\r\n1\r\nz\r\n0\r\nTrailer: 1\r\nOther: 2\r\n\r\n",
+    "0\r\n\r\n",
+    "FFFFFFFFFFFFFFF\r\nab",
+    "4\rabcd",
+    "4\r\nabcde\r\n",
+];
+
+const STREAMS: &[&str] = &[
+    "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\ndata: [DONE]\n\n",
+    ": ping\r\n\r\nevent: response.completed\r\ndata: {}\r\n\r\n",
+    "data: {\"error\":{\"message\":\"no\",\"code\":400}}\n\ndata: [DONE]",
+    "event: error\ndata: {\"error\":{\"type\":\"invalid_request_error\"}}\n\n",
+    "event:response.failed\ndata:{\"response\":{\"error\":{\"code\":\"server_error\"}}}\n\n",
+    "data: {\"error\":null}\n\n",
+];
+
+const BODIES: &[&str] = &[
+    r#"{"model":"m","messages":[{"role":"user","content":"h\u00e9 \ud83c\udf0d"}],"stream":true,"n":2,"max_tokens":5}"#,
+    r#"{ "stream_options" : {"include_usage":true} , "prompt" : ["a","b"], "room": 1e400, "stream":true }"#,
+    r#"{"n":1,"n":2,"vendor":[null,{"x":-0.0}],"temperature":1e-7,"seed":9223372036854775807}"#,
+    r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}]}]}"#,
+    r#"{}"#,
+    r#"{"\u006eame":"n","\u006e":3,"prompt":"\"\\"}"#,
+    r#"[1,2]"#,
+];
+
+/// Behind a byte that says how large the pieces are.
+fn in_pieces(texts: &[&str]) -> Vec<Vec<u8>> {
+    let sizes = [1u8, 3, 16, 255];
+    texts.iter().flat_map(|text| sizes.map(|size| [&[size], text.as_bytes()].concat())).collect()
 }
 
 fn recordings() -> Vec<PathBuf> {

@@ -21,7 +21,7 @@ use crate::net::{Peeked, Stream};
 use crate::service::{Rejection, RejectionKind, Request};
 
 /// First allocation for a body whose length is only claimed, bytes.
-/// How long a connection that was made during a drain has for its first byte.
+/// How long a connection on which nothing has come yet has for its first byte once there is a drain.
 const FIRST_REQUEST_GRACE: Duration = Duration::from_secs(1);
 const BODY_BYTES_FIRST: usize = 256 << 10;
 /// A request that begins this soon after the answer before it, on the coarse clock, is quick.
@@ -252,14 +252,11 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
             let idle = self.input.bytes.is_empty();
             let limit = if idle && !first {
                 limits.keep_alive_timeout
-            } else if idle && self.client.shard.draining.get() {
-                FIRST_REQUEST_GRACE
             } else {
                 let deadline = *deadline_ms.get_or_insert(now_ms() + head_timeout.as_millis() as u64);
                 Duration::from_millis(deadline.saturating_sub(now_ms()))
             };
-            // Whoever has just connected has a request on its way, and is not told by a close that there is a drain.
-            self.client.task.set_idle(idle && !first);
+            self.client.task.set_idle(idle);
             let waited_from_ms = now_ms();
             let more = self.more(limit, self.input.wait(), arm).await;
             self.client.task.set_idle(false);
@@ -270,9 +267,10 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
             match more {
                 Ok(Ok(0) | Err(_)) => return Err(Ended::Quietly),
                 Ok(Ok(_)) => {}
-                // A request may have arrived in the same moment: it is served, the connection closes after it.
-                Err(Fired::Drained) if self.client.stream.peek() == Peeked::Bytes => {
-                    let limit = self.client.shard.limits.head_timeout;
+                // A request may have arrived in the same moment, or be on its way on a new connection: it is served, the
+                // connection closes after it.
+                Err(Fired::Drained) if first || self.client.stream.peek() == Peeked::Bytes => {
+                    let limit = FIRST_REQUEST_GRACE;
                     if !matches!(self.more(limit, Wait::Ready, arm).await, Ok(Ok(1..))) {
                         return Err(Ended::Quietly);
                     }

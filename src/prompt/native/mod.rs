@@ -65,7 +65,25 @@ pub struct Settings {
     task: Option<String>,
 }
 
+/// `--kv-chat-encoding`: an encoder by name, whatever the model directory says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChatEncoding {
+    Dsv4,
+    KimiK3,
+}
+
 impl Native {
+    /// The encoder that was asked for by name, else what the files of a model directory say.
+    pub fn chosen(encoding: Option<ChatEncoding>, files: &ModelFiles) -> Option<Self> {
+        match encoding {
+            None => Self::of_model(files),
+            Some(ChatEncoding::KimiK3) => Some(Native::KimiK3),
+            Some(ChatEncoding::Dsv4) => {
+                Some(Native::DeepseekV4 { has_three_efforts: files.deepseek_v4_has_three_efforts })
+            }
+        }
+    }
+
     /// What the files of a model directory say; `None` for a model of templates.
     pub fn of_model(files: &ModelFiles) -> Option<Self> {
         let architecture = files.architecture.as_deref().unwrap_or_default();

@@ -387,3 +387,18 @@ fn responses_are_whole_with_their_closing_event() {
     assert!(!router.post("/v1/responses", r#"{"model":"m","input":"cut","stream":true}"#).complete);
     at_rest(&router);
 }
+
+/// Python engines read these as numbers, so a pair passes them on as a mixed worker gets them.
+#[test]
+fn numbers_that_only_python_reads_are_passed_on() {
+    let (prefill, decode) = (leg(|_, c| c.json(200, "{}")), leg(|_, c| c.json(200, r#"{"from":"decode"}"#)));
+    let router = sglang(&[prefill.address], &[decode.address]);
+    let body = r#"{"model":"m","prompt":"x","temperature":NaN,"top_p":-Infinity,"logit_bias":{"1":Infinity}}"#;
+    assert_eq!(router.post("/v1/completions", body).status, 200);
+    wait_until("both legs arrived", || prefill.requests() + decode.requests() == 2);
+    for worker in [&prefill, &decode] {
+        let sent = String::from_utf8(worker.seen()[0].body.clone()).unwrap();
+        assert!(sent.starts_with(&body[..body.len() - 1]), "{sent}");
+    }
+    at_rest(&router);
+}

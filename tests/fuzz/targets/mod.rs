@@ -3,6 +3,7 @@
 //! `cargo test` and by the coverage-guided targets of `tests/fuzz/coverage`; owns no inputs and no clock.
 
 pub mod kv_events;
+pub mod wire;
 
 /// One fuzz target.
 pub struct Target {
@@ -15,4 +16,9 @@ pub const TARGETS: &[Target] = &[
     Target { name: "kv_frames", run: kv_events::frames },
     Target { name: "kv_payload", run: kv_events::payload },
     Target { name: "kv_state", run: kv_events::state },
+    Target { name: "request_head", run: wire::request_head },
+    Target { name: "response_head", run: wire::response_head },
+    Target { name: "chunked_body", run: wire::chunked_body },
+    Target { name: "event_stream", run: wire::event_stream },
+    Target { name: "splice", run: wire::splice },
 ];
