@@ -9,7 +9,7 @@ use infera_router::index::{Hits, Mirror, Tree};
 
 fn apply(tree: &mut Tree, mirror: &mut Mirror, decoder: &mut Decoder, payload: &[u8]) {
     mirror.begin_batch();
-    decoder.decode(payload, |event| {
+    decoder.decode_into(payload, mirror, Mirror::announce, |mirror, event| {
         mirror.apply(tree, &event);
     });
 }

@@ -33,7 +33,7 @@ pub use engine::{Engine, StartError};
 pub use http1::head::Head;
 pub use mailbox::{Completion, Mailbox, Pending};
 pub use net::runtime::DriverReport;
-pub use raw::release_free_memory;
+pub use raw::{prefetch, release_free_memory};
 pub use service::{Rejection, RejectionKind, Request, Response, Service, ShardContext};
 pub use shard::spawn_local;
 pub use stats::ShardStats;

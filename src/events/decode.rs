@@ -26,6 +26,9 @@ impl Summary {
     }
 }
 
+/// Gets names that an event is about.
+type Announce<'a> = dyn Fn(&[EngineHash]) + 'a;
+
 /// Decodes batches; holds nothing but buffers.
 #[derive(Default)]
 pub struct Decoder {
@@ -119,18 +122,32 @@ pub fn rank(payload: &[u8]) -> Result<Option<u32>, BatchError> {
 impl Decoder {
     /// Decodes one batch and hands each event to `each`, in the order of the wire.
     pub fn decode(&mut self, payload: &[u8], mut each: impl FnMut(Event<'_>)) -> Summary {
+        self.decode_into(payload, &mut (), |(), _| {}, |(), event| each(event))
+    }
+
+    /// The same for a receiver that gains by knowing the names of an event early: `announce` gets them as soon as they are
+    /// read, before the token ids, which take most of the time. What was announced may still turn out to be a bad event.
+    pub fn decode_into<R>(
+        &mut self,
+        payload: &[u8],
+        receiver: &mut R,
+        announce: impl Fn(&R, &[EngineHash]),
+        mut each: impl FnMut(&mut R, Event<'_>),
+    ) -> Summary {
         let mut summary = Summary::default();
-        if let Err(error) = self.batch(payload, &mut summary, &mut each) {
+        if let Err(error) = self.batch(payload, &mut summary, receiver, &announce, &mut each) {
             summary.error = Some(error);
         }
         summary
     }
 
-    fn batch(
+    fn batch<R>(
         &mut self,
         payload: &[u8],
         summary: &mut Summary,
-        each: &mut impl FnMut(Event<'_>),
+        receiver: &mut R,
+        announce: &impl Fn(&R, &[EngineHash]),
+        each: &mut impl FnMut(&mut R, Event<'_>),
     ) -> Result<(), BatchError> {
         let mut cursor = Cursor::new(payload);
         match cursor.head()? {
@@ -141,10 +158,10 @@ impl Decoder {
         for _ in 0..events {
             // Events are read straight through; only a bad one is walked a second time, to find its end.
             let start = cursor;
-            match self.event(&mut cursor) {
+            match self.event(&mut cursor, &|names| announce(receiver, names)) {
                 Ok(event) => {
                     summary.applied += 1;
-                    each(event);
+                    each(receiver, event);
                 }
                 Err(Fault::Skip(reason)) => {
                     cursor = start;
@@ -157,14 +174,14 @@ impl Decoder {
         Ok(())
     }
 
-    fn event(&mut self, cursor: &mut Cursor<'_>) -> Result<Event<'_>, Fault> {
+    fn event(&mut self, cursor: &mut Cursor<'_>, announce: &Announce<'_>) -> Result<Event<'_>, Fault> {
         self.hashes.clear();
         self.tokens.clear();
         self.identities.clear();
         let mut fields = Fields::default();
         match cursor.head()? {
-            Head::Array(length) => self.array_event(cursor, length, &mut fields)?,
-            Head::Map(length) => self.map_event(cursor, length, &mut fields)?,
+            Head::Array(length) => self.array_event(cursor, length, &mut fields, announce)?,
+            Head::Map(length) => self.map_event(cursor, length, &mut fields, announce)?,
             _ => return Err(SkipReason::Malformed.into()),
         }
         match fields.tag {
@@ -180,6 +197,7 @@ impl Decoder {
         cursor: &mut Cursor<'a>,
         length: usize,
         fields: &mut Fields<'a>,
+        announce: &Announce<'_>,
     ) -> Result<(), Fault> {
         if length == 0 {
             return Err(SkipReason::UnknownTag.into());
@@ -192,12 +210,18 @@ impl Decoder {
             _ => &[],
         };
         for position in 0..length - 1 {
-            self.field(cursor, order.get(position).copied().unwrap_or(Field::Other), fields)?;
+            self.field(cursor, order.get(position).copied().unwrap_or(Field::Other), fields, announce)?;
         }
         Ok(())
     }
 
-    fn map_event<'a>(&mut self, cursor: &mut Cursor<'a>, length: usize, fields: &mut Fields<'a>) -> Result<(), Fault> {
+    fn map_event<'a>(
+        &mut self,
+        cursor: &mut Cursor<'a>,
+        length: usize,
+        fields: &mut Fields<'a>,
+        announce: &Announce<'_>,
+    ) -> Result<(), Fault> {
         fields.is_map = true;
         for _ in 0..length {
             let Head::Str(name) = cursor.head()? else { return Err(SkipReason::Malformed.into()) };
@@ -220,16 +244,28 @@ impl Decoder {
                 b"kv_cache_spec_kind" => Field::SpecKind,
                 _ => Field::Other,
             };
-            self.field(cursor, field, fields)?;
+            self.field(cursor, field, fields, announce)?;
         }
         Ok(())
     }
 
-    fn field<'a>(&mut self, cursor: &mut Cursor<'a>, field: Field, fields: &mut Fields<'a>) -> Result<(), Fault> {
+    fn field<'a>(
+        &mut self,
+        cursor: &mut Cursor<'a>,
+        field: Field,
+        fields: &mut Fields<'a>,
+        announce: &Announce<'_>,
+    ) -> Result<(), Fault> {
         match field {
-            Field::Hashes => fields.has_hashes = self.read_hashes(cursor)?,
+            Field::Hashes => {
+                fields.has_hashes = self.read_hashes(cursor)?;
+                announce(&self.hashes);
+            }
             Field::Tokens => fields.has_tokens = self.read_tokens(cursor)?,
-            Field::Parent => fields.parent = optional_hash(cursor)?,
+            Field::Parent => {
+                fields.parent = optional_hash(cursor)?;
+                announce(fields.parent.as_slice());
+            }
             Field::BlockSize => match cursor.head()? {
                 Head::Unsigned(size) => fields.block_size = Some(size),
                 Head::Nil => {}

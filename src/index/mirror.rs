@@ -79,6 +79,12 @@ impl Mirror {
         self.batch_roots.clear();
     }
 
+    /// Has what is known of these names brought near: an event that is still being read is about them. The ways to memory then
+    /// overlap with each other and with the reading; one after the other they would be most of the cost. Changes nothing.
+    pub fn announce(&self, names: &[EngineHash]) {
+        names.iter().for_each(|name| self.names.fetch(*name));
+    }
+
     /// Of the event applied last, if it stored blocks in a known place: the router's name of their parent ([`ROOT`] for
     /// none) and of each block, as far as they carry no adapter, salt or image.
     pub fn stored_chain(&self) -> Option<(BlockHash, &[BlockHash])> {
@@ -184,9 +190,6 @@ impl Mirror {
     /// Blocks chained onto a known parent (`None`: the root).
     fn store_chain(&mut self, tree: &mut Tree, stored: &Stored<'_>, parent: Option<Place>, applied: &mut Applied) {
         self.names.reserve(stored.hashes.len());
-        // The loads of all buckets overlap here, and with the hashing; one after the other they would be most of the cost.
-        let touched = stored.hashes.iter().fold(0, |sum, name| sum ^ self.names.touch(*name));
-        std::hint::black_box(touched);
         let mut chain = std::mem::take(&mut self.chain);
         chain.clear();
         let mut hash = parent.map_or(ROOT, |parent| tree.block(parent));
@@ -389,8 +392,6 @@ impl Mirror {
 
     fn remove(&mut self, tree: &mut Tree, hashes: &[EngineHash], copy: CopyKey) -> Applied {
         let mut applied = Applied::default();
-        let touched = hashes.iter().fold(0, |sum, name| sum ^ self.names.touch(*name));
-        std::hint::black_box(touched);
         for engine in hashes {
             let Some(entry) = self.names.find(*engine) else {
                 self.orphans.remove_copy(*engine, copy);

@@ -119,7 +119,7 @@ impl RankState {
         let (mut anchored, mut orphaned) = (self.status.anchored_blocks.get(), 0);
         let (mirror, registered) = (&mut self.mirror, self.registered_block_size);
         mirror.begin_batch();
-        let summary = decoder.decode(payload, |event| {
+        let summary = decoder.decode_into(payload, mirror, Mirror::announce, |mirror, event| {
             if let Event::Stored(stored) = &event {
                 block_size = stored.block_size as u64;
                 mismatches += u64::from(registered.is_some_and(|registered| u64::from(registered) != block_size));

@@ -149,7 +149,7 @@ fn decode_with<'a>(
             Some(handoff) => _ = edits.set(TRANSFER, handed_over(pair, handoff)),
         },
     }
-    Leg { body: members.apply(&edits), request_id: request_id(pair, ids) }
+    Leg { body: members.apply(edits), request_id: request_id(pair, ids) }
 }
 
 const TRANSFER: &str = "kv_transfer_params";

@@ -213,8 +213,10 @@ fn memory(name: &str) -> Result<()> {
 fn memory_rows() -> Result<Vec<Row>> {
     let mut columns = Vec::new();
     for name in NAMES {
-        let output =
-            Command::new(std::env::current_exe()?).args(["memory", name]).env("MIMALLOC_PURGE_DELAY", "0").output()?;
+        let output = Command::new(std::env::current_exe()?)
+            .args(["memory", name])
+            .envs([("MIMALLOC_PURGE_DELAY", "0"), ("MIMALLOC_ALLOW_THP", "0")])
+            .output()?;
         ensure!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout)?;
         columns.push(text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?);

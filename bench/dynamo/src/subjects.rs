@@ -75,7 +75,7 @@ impl Subject for Own {
     fn apply(&mut self, worker: usize, payload: &[u8]) -> Result<()> {
         let (mirror, tree) = (&mut self.mirrors[worker], &mut self.tree);
         mirror.begin_batch();
-        let summary = self.decoder.decode(payload, |event| {
+        let summary = self.decoder.decode_into(payload, mirror, Mirror::announce, |mirror, event| {
             mirror.apply(tree, &event);
         });
         ensure!(summary.applied == 1, "a message was not applied");
