@@ -1,7 +1,7 @@
 //! Owns the measurement of how evenly a router fills decode targets: a real router in front of prefill and decode
 //! engines, once per workload, setting of the router and seed. Never decides how results look (see [`report`]).
 //!
-//! Requests arrive as open loops: several streams of unlike requests, each a Poisson process, so that nothing waits for
+//! Requests arrive as open loops: several streams of unlike requests, Poisson or by the clock, so that nothing waits for
 //! anything. While they arrive, the decode engines' held blocks and running requests are sampled. **Spread** is the
 //! largest target's occupancy over the mean of all targets, both weighted by time: 1 is even, the number of targets is
 //! everything on one. What lies above 1 is the **excess**.
@@ -115,7 +115,10 @@ impl SpreadConfig {
                 stream: true,
                 seed,
             },
-            pace: Pace::Open { rate: stream.rate },
+            pace: match stream.steady_from_s {
+                Some(offset_s) => Pace::Steady { rate: stream.rate, offset_s },
+                None => Pace::Open { rate: stream.rate },
+            },
             timeout: Duration::from_secs(120),
             in_flight_max: 100_000,
             api_key: None,

@@ -27,6 +27,8 @@ const ERROR_BYTES_MAX: usize = 300;
 pub enum Pace {
     /// Scripts arrive as a Poisson process, whatever the server does; `rate` is requests per second.
     Open { rate: f64 },
+    /// Scripts arrive by the clock, `rate` a second, the first one `offset_s` seconds after the start.
+    Steady { rate: f64, offset_s: f64 },
     /// So many scripts are always under way.
     Closed { concurrency: usize },
 }
@@ -137,7 +139,7 @@ async fn drive(config: RunConfig) -> Result<Rc<Run>> {
     let client = Client::new(Target::parse(&config.target).context("--target")?);
     let authorization = config.api_key.as_ref().map_or(String::new(), |key| format!("authorization: Bearer {key}\r\n"));
     let in_flight_max = match config.pace {
-        Pace::Open { .. } => config.in_flight_max,
+        Pace::Open { .. } | Pace::Steady { .. } => config.in_flight_max,
         Pace::Closed { concurrency } => concurrency,
     };
     let start = Instant::now();
@@ -164,7 +166,11 @@ async fn drive(config: RunConfig) -> Result<Rc<Run>> {
     let finished = Latch::default();
     let watch = monoio::spawn(watch_interrupt(run.clone(), finished.clone()));
     match run.config.pace {
-        Pace::Open { rate } => run.open_loop(rate).await,
+        Pace::Open { rate } => run.open_loop(run.config.workload.arrivals(rate)).await,
+        Pace::Steady { rate, offset_s } => {
+            let arrivals = (0..run.config.workload.scripts()).map(|number| offset_s + number as f64 / rate);
+            run.open_loop(arrivals.collect()).await;
+        }
         Pace::Closed { concurrency } => run.closed_loop(concurrency).await,
     }
     while *run.under_way.borrow() > 0 {
@@ -195,8 +201,9 @@ async fn watch_interrupt(run: Rc<Run>, finished: Latch) {
 }
 
 impl Run {
-    async fn open_loop(self: &Rc<Run>, rate: f64) {
-        for (number, arrival) in self.config.workload.arrivals(rate).into_iter().enumerate() {
+    /// `arrivals`: seconds after the start.
+    async fn open_loop(self: &Rc<Run>, arrivals: Vec<f64>) {
+        for (number, arrival) in arrivals.into_iter().enumerate() {
             let intended = self.start + Duration::from_secs_f64(arrival);
             monoio::select! {
                 _ = monoio::time::sleep_until(intended.into()) => {}

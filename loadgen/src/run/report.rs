@@ -59,6 +59,7 @@ pub fn core_json(result: &RunResult) -> Value {
 pub fn run_json(config: &RunConfig, result: &RunResult) -> Value {
     let pace = match config.pace {
         Pace::Open { rate } => json!({"open_loop_rps": rate}),
+        Pace::Steady { rate, offset_s } => json!({"steady_rps": rate, "offset_s": offset_s}),
         Pace::Closed { concurrency } => json!({"closed_loop_concurrency": concurrency}),
     };
     let mut report = json!({"schema": "loadgen.run/1", "target": config.target, "workload": config.workload,

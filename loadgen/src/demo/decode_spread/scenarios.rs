@@ -15,6 +15,8 @@ pub struct Stream {
     pub prefix_tokens: usize,
     pub suffix_tokens: usize,
     pub output_tokens: usize,
+    /// Arrivals by the clock, the first one so many seconds after the start; absent for a Poisson process.
+    pub steady_from_s: Option<f64>,
 }
 
 /// A workload and what is special about the fleet that serves it.
@@ -49,6 +51,14 @@ pub fn all() -> Vec<Scenario> {
             decode_shares_prefixes: false,
         },
         Scenario {
+            name: "in step",
+            about: "a job that sends one long document and three short questions in turn, and the router counts requests (no \
+                    tokenizer): with four targets the long ones all fall to one",
+            streams: in_step(),
+            has_tokenizer: false,
+            decode_shares_prefixes: true,
+        },
+        Scenario {
             name: "long tail",
             about: "one request in eleven is 50 to 100 times longer with a long answer, and the router counts requests (no tokenizer)",
             streams: long_tail(),
@@ -66,12 +76,18 @@ pub fn all() -> Vec<Scenario> {
 }
 
 fn shared(rate: f64, groups: usize, zipf: f64, output_tokens: usize) -> Stream {
-    Stream { rate, groups, zipf, prefix_tokens: 3200, suffix_tokens: 60, output_tokens }
+    Stream { rate, groups, zipf, prefix_tokens: 3200, suffix_tokens: 60, output_tokens, steady_from_s: None }
 }
 
 fn unique(rate: f64, tokens: usize, output_tokens: usize) -> Stream {
     let (prefix_tokens, suffix_tokens) = (tokens / 2, tokens / 2);
-    Stream { rate, groups: 1_000_000, zipf: 0.0, prefix_tokens, suffix_tokens, output_tokens }
+    Stream { rate, groups: 1_000_000, zipf: 0.0, prefix_tokens, suffix_tokens, output_tokens, steady_from_s: None }
+}
+
+/// One long document and three short questions in turn, twice a second, with answers of one length.
+fn in_step() -> Vec<Stream> {
+    let at = |number: u8, tokens| Stream { steady_from_s: Some(f64::from(number) / 8.0), ..unique(2.0, tokens, 200) };
+    vec![at(0, 6000), at(1, 60), at(2, 60), at(3, 60)]
 }
 
 /// Short chats, long ones and very long ones; the long ones have longer answers too.
