@@ -201,13 +201,17 @@ pub fn table(runs: &[ImageRun]) -> String {
             run.repeat_ttft_ms
         ));
     }
-    if runs.iter().all(|run| run.by_image.first().is_some_and(|counts| counts.len() == 1)) {
+    let has_one_engine = runs.iter().all(|run| run.by_image.first().is_some_and(|counts| counts.len() == 1));
+    if has_one_engine {
         out.push_str("One prefill engine holds every image: --pd 3p1d shows how images spread.\n");
     }
     if let Some(run) = runs.iter().find(|run| run.policy == "kv-aware") {
-        out.push_str(match run.problems.is_empty() {
-            true => "kv-aware: repeats returned to the engine that held their image, different images spread.\n",
-            false => "kv-aware: not as it should be, see the problems.\n",
+        out.push_str(match (run.problems.is_empty(), has_one_engine) {
+            (true, false) => {
+                "kv-aware: repeats returned to the engine that held their image, different images spread.\n"
+            }
+            (true, true) => "kv-aware: repeats returned to the engine that held their image.\n",
+            (false, _) => "kv-aware: not as it should be, see the problems.\n",
         });
     }
     out
