@@ -3,7 +3,10 @@
 //! Owns the schema (documented in `bench/README.md`) and every ratio. Never measures.
 
 use std::fmt::Write as _;
+use std::path::Path;
+use std::process::ExitCode;
 
+use anyhow::Context;
 use serde::Serialize;
 
 use crate::harness::{Plan, Results};
@@ -20,6 +23,25 @@ pub const SCHEMA: &str = "infera-bench/1";
 pub fn progress(line: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
+/// How a tool ends: 0 every goal met, 1 one missed, 2 the run could not be done, and the reason to standard error.
+pub fn ending(tool: &str, result: anyhow::Result<bool>) -> ExitCode {
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(error) => {
+            progress(&format!("{tool}: {error:#}"));
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Writes a report to the file that `--json` names, if it names one.
+pub fn write_json(path: Option<&Path>, report: &impl Serialize) -> anyhow::Result<()> {
+    let Some(path) = path else { return Ok(()) };
+    let text = serde_json::to_string_pretty(report)?;
+    std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// One window of one proxy.

@@ -81,6 +81,17 @@ pub fn find_tool(program: &str, package: &str) -> Result<PathBuf> {
     bail!("{program} not found: apt-get install {package}")
 }
 
+/// Command line of a router with one shard, one encoder thread and a tokenizer, in front of `{upstream}` as model `m`.
+/// `further` are more arguments, with a space in front.
+pub fn kv_aware_router(program: &Path, tokenizer: &Path, further: &str) -> String {
+    format!(
+        "RUST_LOG=warn exec '{}' --router-policy kv-aware --router-tokenizer-path '{}' --shards 1 --encoder-threads 1 \
+         --host 127.0.0.1 --port {{port}} --worker http://{{upstream}},model=m{further}",
+        program.display(),
+        tokenizer.display()
+    )
+}
+
 /// The release binary of this source tree, built by the same cargo, so that an old one is never measured.
 pub fn build_router() -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace root")?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use bench::harness::{Harness, Plan, scenarios};
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit};
-use bench::report::{Report, progress};
+use bench::report::{Report, ending, progress, write_json};
 use bench::rivals::{Kind, ROUTER, ROUTER_PAIR, Rival, YARDSTICK, build_router, find_tool};
 use bench::scenario::Group;
 use clap::Parser;
@@ -49,14 +49,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match run(Arguments::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            progress(&format!("compare: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    ending("compare", run(Arguments::parse()))
 }
 
 /// `false` when a goal was missed or a proxy failed.
@@ -85,10 +78,7 @@ fn run(arguments: Arguments) -> Result<bool> {
     let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, progress)?;
     let report = Report::new(host, cores, &plan, results);
     print(&report.table())?;
-    if let Some(path) = &arguments.json {
-        let text = serde_json::to_string_pretty(&report)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    write_json(arguments.json.as_deref(), &report)?;
     Ok(report.failures.is_empty() && report.goals.iter().all(|goal| goal.met))
 }
 

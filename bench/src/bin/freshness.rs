@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use bench::kv_workload::{EVENT_BLOCKS, Payload, SUFFIX_BLOCKS, SYSTEM_PROMPTS, Suffix, WORKERS, Workload};
+use bench::report::{ending, write_json};
 use bench::statistics::percentile;
 use clap::Parser;
 use infera_router::fleet::{DiscoveredWorker, Slot, Target, WorkerState};
@@ -153,14 +154,7 @@ impl Publisher {
 }
 
 fn main() -> ExitCode {
-    match run(&Arguments::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "freshness: {error:#}");
-            ExitCode::from(2)
-        }
-    }
+    ending("freshness", run(&Arguments::parse()))
 }
 
 fn run(arguments: &Arguments) -> Result<bool> {
@@ -183,9 +177,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
     let report = storm(arguments, publishers, &ingest)?;
     ensure!(ingest.stop(), "the ingest core has panicked");
     let is_met = print(&report)?;
-    if let Some(path) = &arguments.json {
-        std::fs::write(path, serde_json::to_string_pretty(&report)?)?;
-    }
+    write_json(arguments.json.as_deref(), &report)?;
     Ok(is_met)
 }
 

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use bench::kv_workload::{SUFFIX_BLOCKS, SYSTEM_BLOCKS, SYSTEM_PROMPTS, Suffix, WORKERS, Workload};
+use bench::report::ending;
 use clap::Parser;
 use infera_router::events::decode::Decoder;
 use infera_router::fleet::Slot;
@@ -170,14 +171,7 @@ impl Subject {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match run(&arguments) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "index: {error:#}");
-            ExitCode::from(2)
-        }
-    }
+    ending("index", run(&arguments))
 }
 
 fn run(arguments: &Arguments) -> Result<bool> {

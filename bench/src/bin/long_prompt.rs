@@ -16,8 +16,8 @@ use bench::conversation::{self, Writer};
 use bench::exchange::Exchange;
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit, thread_cpu};
 use bench::process::Process;
-use bench::report::progress;
-use bench::rivals::{Kind, Rival, Running, build_router, find_tool};
+use bench::report::{ending, progress, write_json};
+use bench::rivals::{Kind, Rival, Running, build_router, find_tool, kv_aware_router};
 use bench::statistics::{Spread, spread};
 use clap::Parser;
 use infera_router::prompt::{EncoderChoice, Endpoint, EngineRules, Prompter, PrompterOptions};
@@ -78,14 +78,7 @@ struct Report {
 }
 
 fn main() -> ExitCode {
-    match run(&Arguments::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            progress(&format!("long_prompt: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    ending("long_prompt", run(&Arguments::parse()))
 }
 
 fn run(arguments: &Arguments) -> Result<bool> {
@@ -101,12 +94,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
         let request = answer::request("bench", false, 200);
         rival.start(backend.address(), directory.path(), cores, (&request, &payload), &interrupt)
     };
-    let router = format!(
-        "RUST_LOG=warn exec '{}' --router-policy kv-aware --router-tokenizer-path '{}' --shards 1 --encoder-threads 1 \
-         --host 127.0.0.1 --port {{port}} --worker http://{{upstream}},model=m",
-        program.display(),
-        arguments.tokenizer.display()
-    );
+    let router = kv_aware_router(&program, &arguments.tokenizer, "");
     let router = start(&Rival { name: "router".to_owned(), kind: Kind::Command(router) })?;
     let nginx = match find_tool("nginx", "nginx-light") {
         Ok(nginx) => Some(start(&Rival { name: "nginx".to_owned(), kind: Kind::Nginx(nginx) })?),
@@ -117,10 +105,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
     };
     let report = measure(arguments, host, &router, nginx.as_ref(), &interrupt)?;
     print(&report);
-    if let Some(path) = &arguments.json {
-        let text = serde_json::to_string_pretty(&report)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    write_json(arguments.json.as_deref(), &report)?;
     Ok(report.goals.iter().all(|goal| goal.met))
 }
 

@@ -18,8 +18,8 @@ use bench::conversation::{self, Writer};
 use bench::exchange::Exchange;
 use bench::http::{BodyReader, response_head};
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit};
-use bench::report::progress;
-use bench::rivals::{Kind, Rival, build_router};
+use bench::report::{ending, progress, write_json};
+use bench::rivals::{Kind, Rival, build_router, kv_aware_router};
 use bench::statistics::{Spread, percentile, spread};
 use clap::Parser;
 use rustix::event::{Timespec, epoll};
@@ -86,14 +86,7 @@ struct Report {
 }
 
 fn main() -> ExitCode {
-    match run(&Arguments::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            progress(&format!("relay_jitter: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    ending("relay_jitter", run(&Arguments::parse()))
 }
 
 fn run(arguments: &Arguments) -> Result<bool> {
@@ -105,13 +98,8 @@ fn run(arguments: &Arguments) -> Result<bool> {
     let directory = tempfile::Builder::new().prefix("bench-").tempdir()?;
     let streaming = Backend::start(cores.load, Answer::json(JSON_BYTES))?;
     let answering = Backend::start(cores.load, Answer::json(JSON_BYTES))?;
-    let line = format!(
-        "RUST_LOG=warn exec '{}' --router-policy kv-aware --router-tokenizer-path '{}' --shards 1 --encoder-threads 1 \
-         --host 127.0.0.1 --port {{port}} --worker http://{{upstream}},model=m --worker http://{},model=long",
-        program.display(),
-        arguments.tokenizer.display(),
-        answering.address()
-    );
+    let second = format!(" --worker http://{},model=long", answering.address());
+    let line = kv_aware_router(&program, &arguments.tokenizer, &second);
     let rival = Rival { name: "router".to_owned(), kind: Kind::Command(line) };
     let payload = Answer::json(JSON_BYTES).payload;
     let probe = answer::request("bench", false, 200);
@@ -151,10 +139,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
         added_p99_ms,
     };
     print(&report);
-    if let Some(path) = &arguments.json {
-        let text = serde_json::to_string_pretty(&report)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    write_json(arguments.json.as_deref(), &report)?;
     Ok(report.met)
 }
 

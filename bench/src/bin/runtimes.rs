@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use bench::harness::{Harness, Plan, scenarios};
 use bench::machine::{Cores, Host, Interrupt, pin_current_thread, raise_descriptor_limit};
-use bench::report::{Report, progress};
+use bench::report::{Report, ending, progress, write_json};
 use bench::rivals::{Kind, Rival, YARDSTICK, find_tool};
 use bench::runtimes::Candidate;
 use bench::scenario::Group;
@@ -74,14 +74,7 @@ fn main() -> ExitCode {
         Some(Serve::Serve { candidate, listen, upstream }) => candidate.serve(listen, upstream).map(|()| true),
         None => compare(&arguments.compare),
     };
-    match result {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            progress(&format!("runtimes: {error:#}"));
-            ExitCode::from(2)
-        }
-    }
+    ending("runtimes", result)
 }
 
 /// `false` when a candidate failed.
@@ -119,9 +112,6 @@ fn compare(arguments: &Compare) -> Result<bool> {
     let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, progress)?;
     let report = Report::new(host, cores, &plan, results);
     std::io::stdout().lock().write_all(report.table().as_bytes())?;
-    if let Some(path) = &arguments.json {
-        let text = serde_json::to_string_pretty(&report)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    write_json(arguments.json.as_deref(), &report)?;
     Ok(report.failures.is_empty())
 }
