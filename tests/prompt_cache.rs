@@ -6,12 +6,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::path::{Path, PathBuf};
+#[path = "support/tokenizers.rs"]
+mod tokenizers;
 
 use infera_router::hash::prompt_blocks;
 use infera_router::prompt::pool::EncoderPool;
 use infera_router::prompt::{Attempt, EncoderChoice, Endpoint, EngineRules, Prompter, PrompterOptions};
 use serde_json::{Value, json};
+use tokenizers::fetched;
 
 const BLOCK_SIZES: [usize; 3] = [16, 1, 64];
 
@@ -58,7 +60,7 @@ const PARTS: [&str; 24] = [
 /// Prompts of several long turns, one after the other so that all are cold, with and without helping threads.
 #[test]
 fn helping_threads_change_nothing() {
-    let Some(directory) = directory("qwen3") else { return };
+    let Some(directory) = fetched("qwen3") else { return };
     let alone = Prompter::load(&directory, PrompterOptions::default()).unwrap();
     let helped = Prompter::load(&directory, PrompterOptions::default()).unwrap();
     let pool = std::sync::Arc::new(EncoderPool::start(3).unwrap());
@@ -104,23 +106,8 @@ fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |value| value.parse().expect("a number"))
 }
 
-fn directory(name: &str) -> Option<PathBuf> {
-    let store = std::env::var_os("INFERA_TOKENIZERS_DIR")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tokenizers"), PathBuf::from);
-    let directory = store.join(name);
-    if directory.join("tokenizer.json").is_file() {
-        return Some(directory);
-    }
-    let message = format!("NOT RUN: tokenizer {name} is not in {}", store.display());
-    // gemma3 is fetched only on demand.
-    let required = name != "gemma3" && std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_some_and(|value| value == "1");
-    assert!(!required, "{message}");
-    eprintln!("{message}");
-    None
-}
-
 fn check(name: &str) {
-    let Some(directory) = directory(name) else { return };
+    let Some(directory) = fetched(name) else { return };
     let seed = number("INFERA_FUZZ_SEED", 1);
     let load = |encoder, cache_bytes| {
         let options = PrompterOptions { encoder, cache_bytes, ..PrompterOptions::default() };
@@ -201,7 +188,7 @@ fn gemma_3() {
 /// Four threads ask for the same new long prompt at once: its one long piece is encoded once.
 #[test]
 fn concurrent_misses_of_one_prefix_encode_it_once() {
-    let Some(directory) = directory("qwen3") else { return };
+    let Some(directory) = fetched("qwen3") else { return };
     let prompter = Prompter::load(&directory, PrompterOptions::default()).unwrap();
     let shared = "A long shared document. ".repeat(4000);
     let body = |question: usize| {
@@ -226,7 +213,7 @@ fn concurrent_misses_of_one_prefix_encode_it_once() {
 /// The second turn of a conversation leaves only its new messages to be encoded, and says so before doing it.
 #[test]
 fn an_attempt_stops_at_its_bound_of_new_text() {
-    let Some(directory) = directory("qwen3") else { return };
+    let Some(directory) = fetched("qwen3") else { return };
     let prompter = Prompter::load(&directory, PrompterOptions::default()).unwrap();
     let turn = |count: usize| {
         let message = |index: usize| {
@@ -260,7 +247,7 @@ fn thread_cpu_ns() -> u64 {
 /// times the time (a quadratic encoder would take sixteen times as long and more).
 #[test]
 fn texts_without_a_split_point_stay_about_linear() {
-    let Some(directory) = directory("qwen3") else { return };
+    let Some(directory) = fetched("qwen3") else { return };
     let options = PrompterOptions { cache_bytes: 0, ..PrompterOptions::default() };
     let prompter = Prompter::load(&directory, options).unwrap();
     prompter.warm_up();

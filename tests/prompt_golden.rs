@@ -5,6 +5,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/tokenizers.rs"]
+mod tokenizers;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -12,27 +15,13 @@ use std::time::{Duration, SystemTime};
 use infera_router::prompt::{Endpoint, EngineRules, Prompter, PrompterOptions};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use tokenizers::fetched;
 
 /// 2026-01-15 12:00 UTC, the clock of the recordings.
 const RECORDED_AT_S: u64 = 1_768_478_400;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/golden")
-}
-
-/// Directory of a fetched tokenizer, or a loud word that the test did not run.
-fn tokenizer(name: &str) -> Option<PathBuf> {
-    let store = std::env::var_os("INFERA_TOKENIZERS_DIR")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tokenizers"), PathBuf::from);
-    let directory = store.join(name);
-    if directory.join("tokenizer.json").is_file() {
-        return Some(directory);
-    }
-    let message =
-        format!("NOT RUN: tokenizer {name} is not in {}; run tests/setup/fetch_tokenizers.sh", store.display());
-    assert!(std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_none_or(|value| value != "1"), "{message}");
-    eprintln!("{message}");
-    None
 }
 
 fn lines(file: &str) -> Vec<Value> {
@@ -81,7 +70,7 @@ fn difference(prompter: &Prompter, body: &str, expected: &Value) -> Option<Strin
 }
 
 fn check(name: &str, only: Option<&str>) {
-    let Some(directory) = tokenizer(name) else { return };
+    let Some(directory) = fetched(name) else { return };
     let now = SystemTime::UNIX_EPOCH + Duration::from_secs(RECORDED_AT_S);
     let options = PrompterOptions { now: Some(now), ..PrompterOptions::default() };
     let prompter = Prompter::load(&directory, options).unwrap();

@@ -4,6 +4,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/tokenizers.rs"]
+mod tokenizers;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,22 +14,10 @@ use std::process::{Command, Stdio};
 use infera_router::hash::prompt_blocks;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use tokenizers::fetched;
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-}
-
-fn tokenizer(name: &str) -> Option<PathBuf> {
-    let store =
-        std::env::var_os("INFERA_TOKENIZERS_DIR").map_or_else(|| root().join("target/tokenizers"), PathBuf::from);
-    let directory = store.join(name);
-    if directory.join("tokenizer.json").is_file() {
-        return Some(directory);
-    }
-    let message = format!("NOT RUN: tokenizer {name} is not in {}", store.display());
-    assert!(std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_none_or(|value| value != "1"), "{message}");
-    eprintln!("{message}");
-    None
 }
 
 /// Lines out for lines in.
@@ -53,7 +44,7 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 fn check(name: &str) {
-    let Some(directory) = tokenizer(name) else { return };
+    let Some(directory) = fetched(name) else { return };
     let golden = root().join("tests/fixtures/golden");
     let input = std::fs::read_to_string(golden.join("requests.jsonl")).unwrap();
     let expected = std::fs::read_to_string(golden.join(format!("golden_{name}.jsonl"))).unwrap();
@@ -107,7 +98,7 @@ fn gpt_oss_with_a_fixed_clock() {
 
 #[test]
 fn bare_bodies_other_sizes_and_errors() {
-    let Some(directory) = tokenizer("qwen3") else { return };
+    let Some(directory) = fetched("qwen3") else { return };
     let input = "{\"prompt\":[1,2,3,4,5]}\n\n{\"id\":\"x\",\"body\":{\"prompt\":\"hi\"}}\nnot json\n{\"id\":7,\"body\":{\"messages\":[]}}\n";
     let found = inspect(&directory, &["--block-size", "4", "--engine", "sglang"], input);
     assert_eq!(found.len(), 4);

@@ -6,6 +6,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/tokenizers.rs"]
+mod tokenizers;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -17,16 +20,7 @@ use sha2::{Digest, Sha256};
 const RECORDED_AT_S: u64 = 1_768_478_400;
 
 fn fetched(name: &str, file: &str) -> Option<PathBuf> {
-    let store = std::env::var_os("INFERA_TOKENIZERS_DIR")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tokenizers"), PathBuf::from);
-    let path = store.join(name).join(file);
-    if path.is_file() {
-        return Some(path);
-    }
-    let message = format!("NOT RUN: {} is not there; run tests/setup/fetch_tokenizers.sh", path.display());
-    assert!(std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_none_or(|value| value != "1"), "{message}");
-    eprintln!("{message}");
-    None
+    tokenizers::with_file(name, file).map(|directory| directory.join(file))
 }
 
 fn fixture(name: &str) -> String {

@@ -6,10 +6,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::path::{Path, PathBuf};
+#[path = "support/tokenizers.rs"]
+mod tokenizers;
 
 use infera_router::prompt::{Endpoint, EngineRules, Prompter, PrompterOptions};
 use serde_json::json;
+use tokenizers::fetched;
 
 /// How much longer the larger text is.
 const GROWTH: usize = 8;
@@ -19,19 +21,6 @@ const RATIO_MAX: f64 = 24.0;
 
 /// Bytes of the larger text.
 const BYTES: usize = 500_000;
-
-fn fetched(name: &str) -> Option<PathBuf> {
-    let store = std::env::var_os("INFERA_TOKENIZERS_DIR")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tokenizers"), PathBuf::from);
-    let directory = store.join(name);
-    if directory.join("tokenizer.json").is_file() {
-        return Some(directory);
-    }
-    let message = format!("NOT RUN: tokenizer {name} is not in {}", store.display());
-    assert!(std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_none_or(|value| value != "1"), "{message}");
-    eprintln!("{message}");
-    None
-}
 
 /// CPU time that this thread has used. The kernel brings the figure up to date when the thread leaves the core, so it
 /// leaves it for a moment.

@@ -7,6 +7,8 @@ mod etcd;
 #[path = "../kv_publisher/mod.rs"]
 mod kv_publisher;
 mod support;
+#[path = "../support/tokenizers.rs"]
+mod tokenizers;
 
 mod affinity;
 mod bookings;

@@ -3,7 +3,7 @@
 //! Needs the Qwen3 tokenizer of `tests/setup/fetch_tokenizers.sh`; says so when it did not run.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use crate::support::router::{Router, router};
@@ -13,19 +13,6 @@ const LOADING_MAX: Duration = Duration::from_secs(120);
 const IDLE_MIB_MAX: u64 = 200;
 /// What a shard may add; the loaded tokenizer takes some 60 MiB.
 const SHARD_MIB_MAX: u64 = 6;
-
-fn tokenizer() -> Option<PathBuf> {
-    let store = std::env::var_os("INFERA_TOKENIZERS_DIR")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tokenizers"), PathBuf::from);
-    let directory = store.join("qwen3");
-    if directory.join("tokenizer.json").is_file() {
-        return Some(directory);
-    }
-    let message = format!("NOT RUN: tokenizer qwen3 is not in {}", store.display());
-    assert!(std::env::var_os("INFERA_REQUIRE_TOKENIZERS").is_none_or(|value| value != "1"), "{message}");
-    eprintln!("{message}");
-    None
-}
 
 fn start(tokenizer: &Path, shards: u32) -> Router {
     // Nobody listens there; a router without workers rests all the same.
@@ -42,7 +29,7 @@ fn resident_mib(router: &Router) -> u64 {
 
 #[test]
 fn memory_at_rest_is_bounded_and_does_not_grow_by_a_tokenizer_per_shard() {
-    let Some(tokenizer) = tokenizer() else { return };
+    let Some(tokenizer) = crate::tokenizers::fetched("qwen3") else { return };
     let (four, twelve) = (start(&tokenizer, 4), start(&tokenizer, 12));
     // The encoder thread warms up behind the listening line, and what loading took goes back after that.
     wait_until("memory at rest is within its bounds", || {
