@@ -7,6 +7,7 @@ use std::rc::Rc;
 use infera_shards::{Request, Responder};
 use tracing::debug;
 
+use super::dialect::Dialect;
 use super::direct::Named;
 use super::exchange::{Route, named_model};
 use super::held::Held;
@@ -52,6 +53,7 @@ pub(super) async fn serve(
     route: Route,
     request: Request,
     outline: Option<Outline>,
+    dialect: Dialect,
     responder: &mut Responder,
 ) -> Result<Outcome, ApiError> {
     let received = request.received;
@@ -72,7 +74,8 @@ pub(super) async fn serve(
             limits::PAIR_SEQUENCES_MAX
         )));
     }
-    let mut job = Some(Job { request: Rc::new(request), members, endpoint, received });
+    let mut job =
+        Some(Job { request: Rc::new(request), members, endpoint, received, is_translated: dialect.is_translated() });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
@@ -93,7 +96,7 @@ pub(super) async fn serve(
             room = ids.room(),
             "pair"
         );
-        let mut attempt = Attempt { service, pair, ids, retries_left };
+        let mut attempt = Attempt { service, pair, ids, retries_left, dialect: &dialect };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }

@@ -4,19 +4,23 @@
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::StatusCode;
 use infera_shards::{
-    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
+    RelayOutcome, Request, Responder, Response, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
+    time,
 };
 use tracing::{debug, warn};
 
+use super::dialect::{Dialect, is_stream};
 use super::direct::{self, Named};
 use super::disaggregated;
+use super::messages::{self, Chat, Said, Trouble, is_by_load};
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
 use super::reading::Reading;
-use super::relay::{StreamObserver, as_it_came, count, is_stream};
+use super::relay::{StreamObserver, count};
 use super::service::RouterService;
 use super::shared::Shared;
 use super::steering::SessionName;
@@ -63,31 +67,39 @@ impl Drop for Record<'_> {
 /// is relayed for minutes keeps only the relay's state.
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
     let received = request.received;
+    let dialect = Dialect::of(&endpoint);
     let mut record = Record::start(&service.shared.metrics, received);
     if let Some(cap) = service.shared.settings.caps.total
         && service.shared.metrics.inflight() > cap
     {
         let reason = format!("{cap} requests are in flight, which is as many as may be");
-        record.outcome = Box::pin(refuse(ApiError::Overloaded { reason }, responder)).await;
+        record.outcome = Box::pin(refuse(&dialect, ApiError::Overloaded { reason }, responder)).await;
         return;
     }
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
-        Ok(Served::ByOne(picked, response)) => relay(&service.shared, &picked, response, responder, received).await,
+        Ok(Served::ByOne(picked, response, dialect)) => {
+            relay(&service.shared, &picked, response, &dialect, responder, received).await
+        }
         Ok(Served::ByAPair(paired)) => {
-            let Paired { endpoint, route, request, outline } = *paired;
+            let Paired { endpoint, route, request, outline, dialect: of_pair } = *paired;
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, responder)).await {
+            match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, of_pair, responder)).await {
                 Ok(outcome) => outcome,
-                Err(error) => Box::pin(refuse(error, responder)).await,
+                Err(error) => Box::pin(refuse(&dialect, error, responder)).await,
             }
         }
-        Err(error) => Box::pin(refuse(error, responder)).await,
+        Ok(Served::Refused(refusal)) => Box::pin(send_refusal(refusal, responder)).await,
+        Err(error) => Box::pin(refuse(&dialect, error, responder)).await,
     };
 }
 
-async fn refuse(error: ApiError, responder: &mut Responder) -> Outcome {
-    let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
-    match responder.send(error.into_response()).await {
+async fn refuse(dialect: &Dialect, error: ApiError, responder: &mut Responder) -> Outcome {
+    send_refusal(dialect.refusal(error), responder).await
+}
+
+async fn send_refusal(refusal: Response, responder: &mut Responder) -> Outcome {
+    let outcome = if refusal.status.is_client_error() { Outcome::ClientError } else { Outcome::Error };
+    match responder.send(refusal).await {
         Ok(()) => outcome,
         Err(_) => Outcome::StreamFailed,
     }
@@ -109,7 +121,9 @@ pub(super) struct Route {
 #[allow(clippy::large_enum_variant)]
 enum Served {
     /// One worker, whose answer has begun.
-    ByOne(Picked, UpstreamResponse),
+    ByOne(Picked, UpstreamResponse, Dialect),
+    /// A worker's refusal, as the client is to have it.
+    Refused(Response),
     /// A prefill and a decode worker, still to be picked.
     ByAPair(Box<Paired>),
 }
@@ -120,6 +134,7 @@ struct Paired {
     route: Route,
     request: Request,
     outline: Option<Outline>,
+    dialect: Dialect,
 }
 
 /// What a request is, as far as it can be said without waiting.
@@ -144,7 +159,7 @@ fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Resu
         .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
     let mut unfinished = None;
     if service.shared.settings.policy == Policy::KvAware
-        && route.endpoint != Endpoint::Forward
+        && !is_by_load(&route.endpoint)
         && let Some(outline) = &outline
     {
         let pool = match pair {
@@ -159,19 +174,27 @@ fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Resu
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
 /// gone with this future: there is no replay once the answer goes to the client.
-async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request) -> Result<Served, ApiError> {
+async fn attempts(service: &RouterService, mut endpoint: Endpoint, mut request: Request) -> Result<Served, ApiError> {
+    let mut dialect = Dialect::of(&endpoint);
+    if endpoint == Endpoint::Messages {
+        match Box::pin(messages::for_a_pair(service, request)).await? {
+            Ok((chat, translated)) => (endpoint, request, dialect) = (Endpoint::ChatCompletions, chat, translated),
+            Err(unchanged) => request = unchanged,
+        }
+    }
     let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request)?;
     if let Some(unfinished) = unfinished {
         // Boxed: the timer inside is large, and most prompts never come here.
         Box::pin(prompts::finish(service, &mut route.prompts, &request.body, unfinished)).await;
     }
     if let Some(endpoint) = pair {
-        return Ok(Served::ByAPair(Box::new(Paired { endpoint, route, request, outline })));
+        return Ok(Served::ByAPair(Box::new(Paired { endpoint, route, request, outline, dialect })));
     }
     drop(outline);
     service.retry_budget.request();
     let shared = &service.shared;
     let mut tried: Vec<Name> = Vec::new();
+    let mut chat = Chat::default();
     loop {
         let (picked, may_retry) = match next_worker(service, &route, &tried)? {
             Some(next) => next,
@@ -181,17 +204,28 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
                 });
             }
         };
-        match send(service, &request, &picked).await {
-            Ok(response) => {
+        let said = match route.endpoint {
+            // Boxed: few requests are of these, and all would carry their room.
+            Endpoint::Messages => Box::pin(messages::send(service, &request, &picked, &mut chat)).await,
+            Endpoint::CountTokens => Box::pin(messages::count(service, &request, &picked)).await,
+            _ => {
+                let sent = send(service, &request, &picked, &Outbound::as_it_came(&request)).await;
+                sent.map(|response| Said::Begun(response, dialect.clone())).map_err(Trouble::Worker)
+            }
+        };
+        match said {
+            Ok(Said::Refused(status, body)) => return Ok(Served::Refused(messages::refusal(status, body))),
+            Err(Trouble::Request(error)) => return Err(error),
+            Ok(Said::Begun(response, dialect)) => {
                 let standing = Standing::of(&response);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
-                    return Ok(Served::ByOne(picked, response));
+                    return Ok(Served::ByOne(picked, response, dialect));
                 }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 shared.metrics.retried("status");
             }
-            Err(error) => {
+            Err(Trouble::Worker(error)) => {
                 picked.failed_by(shared, &error);
                 if !(may_retry && service.may_spend_a_retry()) {
                     return Err(worker_error(&picked, &error));
@@ -225,7 +259,7 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         None => None,
     };
     let pool = narrowed.as_deref().unwrap_or(pool);
-    let by_load = route.endpoint == Endpoint::Forward;
+    let by_load = is_by_load(&route.endpoint);
     let wish = Wish {
         model,
         role: Role::Mixed,
@@ -265,25 +299,45 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
     match topology {
         Topology::Mixed(pool) => Ok((name, pool)),
         // Paths without a prompt need no pair: any worker of the decode pool answers them.
-        Topology::Disaggregated { decode, .. } if route.endpoint == Endpoint::Forward => Ok((name, decode)),
+        Topology::Disaggregated { decode, .. } if is_by_load(&route.endpoint) => Ok((name, decode)),
         // Left to a gateway that named a mixed worker; pairs are served elsewhere.
         Topology::Disaggregated { .. } => Ok((name, fleet.models.get(named).map_or(&[][..], |pool| &pool.mixed))),
     }
 }
 
-async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
+/// What of a request to a worker may differ from the client's.
+pub(super) struct Outbound<'a> {
+    pub target: &'a str,
+    pub body: &'a Bytes,
+    /// The answer is read here: it must not come compressed.
+    pub is_read_here: bool,
+}
+
+impl<'a> Outbound<'a> {
+    pub fn as_it_came(request: &'a Request) -> Self {
+        Self { target: &request.target, body: &request.body, is_read_here: false }
+    }
+}
+
+pub(super) async fn send(
+    service: &RouterService,
+    request: &Request,
+    picked: &Picked,
+    outbound: &Outbound<'_>,
+) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
-    let edits = service.shared.settings.outbound.for_rank(picked.rank);
+    let headers = &service.shared.settings.outbound;
+    let edits = headers.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
         authority: &worker.authority,
         method: &request.method,
         path_prefix: &worker.base_path,
-        target: &request.target,
+        target: outbound.target,
         headers: Some(&request.head),
-        remove: edits.remove(),
+        remove: if outbound.is_read_here { headers.removed_of_leg(true) } else { edits.remove() },
         set: edits.set(),
-        body: std::slice::from_ref(&request.body),
+        body: std::slice::from_ref(outbound.body),
     };
     service.context.upstream.send(&upstream_request).await
 }
@@ -292,6 +346,7 @@ async fn relay(
     shared: &Shared,
     picked: &Picked,
     response: UpstreamResponse,
+    dialect: &Dialect,
     responder: &mut Responder,
     received: Instant,
 ) -> Outcome {
@@ -301,7 +356,12 @@ async fn relay(
     }
     let is_stream = is_stream(&response) && status.is_success();
     let mut observer = StreamObserver::of_a_worker(is_stream);
-    match responder.relay(response, as_it_came(is_stream, &mut observer)).await {
+    let outcome = match dialect.is_translated() {
+        true => dialect.passing(response, responder, &mut observer).await,
+        // Not boxed: this is what a stream that is relayed for minutes holds.
+        false => responder.relay(response, dialect.as_it_came(is_stream, &mut observer)).await,
+    };
+    match outcome {
         RelayOutcome::Complete => match observer.failure() {
             Some(failure) => {
                 warn!(worker = &*picked.worker.id, "a worker reported an error inside its stream");

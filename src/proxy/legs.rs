@@ -13,6 +13,7 @@ use infera_shards::{Responder, UpstreamError, UpstreamErrorKind, UpstreamRespons
 use tracing::{debug, warn};
 
 use super::cleanup::{self, LegCall, PairGuard};
+use super::dialect::Dialect;
 use super::held::{Held, PrefillLeg};
 use super::metrics::Outcome;
 use super::pair::PickedPair;
@@ -33,6 +34,8 @@ pub(super) struct Job {
     pub members: Members,
     pub endpoint: PdEndpoint,
     pub received: Instant,
+    /// Decode's answer becomes another one on its way to the client.
+    pub is_translated: bool,
 }
 
 /// How one attempt ended.
@@ -94,6 +97,7 @@ pub(super) struct Attempt<'a> {
     pub pair: PickedPair,
     pub ids: AttemptIds,
     pub retries_left: bool,
+    pub dialect: &'a Dialect,
 }
 
 /// Runs one attempt. `job` is taken once nothing can be tried again, so that a long answer does not hold the prompt.
@@ -139,7 +143,7 @@ impl Attempt<'_> {
             request: job.request.clone(),
             request_id: leg.request_id,
             body: leg.body,
-            is_read_here: role == Role::Prefill,
+            is_read_here: role == Role::Prefill || job.is_translated,
             progress: Rc::default(),
         }
     }
@@ -289,7 +293,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
                 prefill.disarm();
                 drop(decode);
                 attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
-                return Ending::Answered(relay_refusal(refusal, responder).await);
+                return Ending::Answered(relay_refusal(refusal, attempt.dialect, responder).await);
             }
             Event::Prefill(PrefillEnd::Failed(failure)) => {
                 prefill.disarm();
@@ -310,7 +314,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     let mut prefill = prefill.into_running();
     attempt.served();
     let answering = attempt.answering(received, Some(&guard));
-    let answer = relay_decode(response, responder, answering, |context| {
+    let answer = relay_decode(response, attempt.dialect, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
         match poll_beside(&mut prefill, context) {
             Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(&attempt.service.shared),
@@ -361,7 +365,7 @@ async fn decode_failed(
         // Decode's own words reach the client, whatever its status.
         Ok(response) => {
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
-            let outcome = relay_refusal(response, responder).await;
+            let outcome = relay_refusal(response, attempt.dialect, responder).await;
             // It answers, so it may well take the short request that frees the KV.
             if let Some(held) = held {
                 held.release_through(attempt);
@@ -396,7 +400,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         PrefillEnd::Refused(refusal) => {
             prefill.disarm();
             attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
-            return Ending::Answered(relay_refusal(refusal, responder).await);
+            return Ending::Answered(relay_refusal(refusal, attempt.dialect, responder).await);
         }
         PrefillEnd::Failed(failure) => {
             prefill.disarm();
@@ -439,7 +443,8 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         Ok(response) if response.status.is_success() => {
             drop((held, job.take()));
             attempt.served();
-            let answer = relay_decode(response, responder, attempt.answering(received, None), |_| ()).await;
+            let answering = attempt.answering(received, None);
+            let answer = relay_decode(response, attempt.dialect, responder, answering, |_| ()).await;
             attempt.answered(&answer);
             Ending::Answered(answer.outcome)
         }

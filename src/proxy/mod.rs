@@ -4,12 +4,15 @@
 
 mod budget;
 mod cleanup;
+mod count;
+mod dialect;
 mod direct;
 mod disaggregated;
 mod exchange;
 mod held;
 mod keys;
 mod legs;
+mod messages;
 mod metrics;
 mod observe;
 mod pair;

@@ -141,7 +141,8 @@ pub(super) fn begin(
     }
     let endpoint = match endpoint {
         Endpoint::ChatCompletions => prompt::Endpoint::Chat,
-        Endpoint::Responses => prompt::Endpoint::Responses,
+        Endpoint::Responses | Endpoint::InputTokens => prompt::Endpoint::Responses,
+        Endpoint::Messages | Endpoint::CountTokens => prompt::Endpoint::Messages,
         _ => prompt::Endpoint::Completions,
     };
     let started = Instant::now();
@@ -176,7 +177,7 @@ pub(super) async fn finish(service: &RouterService, prompts: &mut Prompts, body:
         Some(parts) => work.done(prompter.as_deref(), Ok(parts), &bytes),
         None => work.run(prompter.as_deref(), &bytes),
     };
-    match on_the_pool(service, Box::new(job)).await {
+    match prompt_on_the_pool(service, Box::new(job)).await {
         Some(done) => take(&service.shared, prompts, done, started),
         // No time on this core for what the pool had none for: the whole body stands for its text.
         None => prompts.estimated_tokens = body.len() as u64 / 4,
@@ -196,10 +197,23 @@ fn brings_ids(outline: &Outline) -> bool {
     outline.raw("input_ids").is_some() || outline.raw("prompt").is_some_and(|prompt| prompt.starts_with(b"["))
 }
 
-type Job = Box<dyn FnOnce() -> Done + Send>;
+type Job<T> = Box<dyn FnOnce() -> T + Send>;
 
 /// Nothing when the pool was full or late; that is counted here.
-async fn on_the_pool(service: &RouterService, job: Job) -> Option<Done> {
+async fn prompt_on_the_pool(service: &RouterService, job: Job<Done>) -> Option<Done> {
+    match on_the_pool(service, job).await {
+        Ok(done) => Some(done),
+        Err(reason) => {
+            if service.shared.metrics.prompt_failed_because(reason) {
+                warn!(reason, "a prompt was routed by load alone; further ones are only counted");
+            }
+            None
+        }
+    }
+}
+
+/// Runs a job on the encoder pool; the error says what kept it from its end.
+pub(super) async fn on_the_pool<T: Send + 'static>(service: &RouterService, job: Job<T>) -> Result<T, &'static str> {
     let shared = &service.shared;
     let (completion, pending) = service.context.mailbox.ticket();
     // Gone with this future: a job whose request has left or given up does nothing.
@@ -210,19 +224,14 @@ async fn on_the_pool(service: &RouterService, job: Job) -> Option<Done> {
             completion.complete(job());
         }
     });
-    let reason = if !accepted {
-        "encoder_queue_full"
-    } else {
-        match timeout(limits::PROMPT_DEADLINE, pending).await {
-            Some(Some(done)) => return Some(done),
-            Some(None) => "encoder_failed",
-            None => "encoder_deadline",
-        }
-    };
-    if shared.metrics.prompt_failed_because(reason) {
-        warn!(reason, "a prompt was routed by load alone; further ones are only counted");
+    if !accepted {
+        return Err("encoder_queue_full");
     }
-    None
+    match timeout(limits::PROMPT_DEADLINE, pending).await {
+        Some(Some(done)) => Ok(done),
+        Some(None) => Err("encoder_failed"),
+        None => Err("encoder_deadline"),
+    }
 }
 
 /// What is to be made of a body; runs on any thread.

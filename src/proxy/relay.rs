@@ -3,39 +3,21 @@
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
-use std::pin::pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use http::{HeaderName, HeaderValue, StatusCode};
-use infera_shards::{BodyObserver, IgnoreBody, Relay, RelayOutcome, Responder, UpstreamResponse};
+use http::StatusCode;
+use infera_shards::{BodyObserver, IgnoreBody, RelayOutcome, Responder, UpstreamResponse};
 use tracing::warn;
 
+use super::dialect::{Dialect, is_stream};
 use super::metrics::Outcome;
 use super::observe::AnswerObserver;
 use super::service::Handles;
-use crate::api::{self, ApiError};
+use crate::api::ApiError;
 use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
-
-/// Set on streams: a proxy in front of this one must not collect them.
-static UNBUFFERED: [(HeaderName, HeaderValue); 1] =
-    [(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"))];
-
-pub(super) fn is_stream(response: &UpstreamResponse) -> bool {
-    response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"))
-}
-
-/// How an answer goes to the client: as it came, a stream with its header and with a notice should its worker cut it.
-pub(super) fn as_it_came(is_stream: bool, observer: &mut dyn BodyObserver) -> Relay<'_> {
-    Relay {
-        set: if is_stream { &UNBUFFERED } else { &[] },
-        remove: &[],
-        observer,
-        cut_notice: is_stream.then(api::stream_error_event),
-    }
-}
 
 /// Who answers, and whose figures the answer belongs to.
 pub(super) struct Answering {
@@ -108,6 +90,7 @@ impl BodyObserver for StreamObserver {
 /// Relays a successful decode answer. `beside` is polled along with it: the other leg goes on meanwhile.
 pub(super) async fn relay_decode(
     response: UpstreamResponse,
+    dialect: &Dialect,
     responder: &mut Responder,
     answering: Answering,
     mut beside: impl FnMut(&mut Context<'_>),
@@ -117,7 +100,7 @@ pub(super) async fn relay_decode(
     let worker = &answering.decode_worker;
     let mut observer = StreamObserver::of_decode(is_stream, answering.is_complete.clone());
     let outcome = {
-        let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
+        let mut relaying = dialect.passing(response, responder, &mut observer);
         poll_fn(|context| {
             let outcome = relaying.as_mut().poll(context);
             if outcome.is_pending() {
@@ -141,7 +124,12 @@ pub(super) async fn relay_decode(
         }
         RelayOutcome::UpstreamFailed(error) => {
             warn!(worker = &**worker, phase = error.phase(), %error, "an answer was cut by its decode worker");
-            answer_if_possible(responder, format!("decode worker {worker} failed ({}): {error}", error.phase())).await;
+            answer_if_possible(
+                dialect,
+                responder,
+                format!("decode worker {worker} failed ({}): {error}", error.phase()),
+            )
+            .await;
             Answer { outcome: Outcome::Error, is_whole: false, failure: Some(StreamFailure::Worker) }
         }
         RelayOutcome::ClientGone => {
@@ -151,23 +139,22 @@ pub(super) async fn relay_decode(
 }
 
 /// Passes on an answer that ends the request as it is: a leg's refusal, in its own words.
-pub(super) async fn relay_refusal(response: UpstreamResponse, responder: &mut Responder) -> Outcome {
+pub(super) async fn relay_refusal(response: UpstreamResponse, dialect: &Dialect, responder: &mut Responder) -> Outcome {
     let status = response.status;
-    let relay = Relay { set: &[], remove: &[], observer: &mut IgnoreBody, cut_notice: None };
-    match responder.relay(response, relay).await {
+    match dialect.passing(response, responder, &mut IgnoreBody).await {
         RelayOutcome::Complete => Outcome::from(status),
         RelayOutcome::UpstreamFailed(error) => {
-            answer_if_possible(responder, format!("a worker failed inside its refusal: {error}")).await;
+            answer_if_possible(dialect, responder, format!("a worker failed inside its refusal: {error}")).await;
             Outcome::Error
         }
         RelayOutcome::ClientGone => Outcome::StreamFailed,
     }
 }
 
-async fn answer_if_possible(responder: &mut Responder, reason: String) {
+async fn answer_if_possible(dialect: &Dialect, responder: &mut Responder, reason: String) {
     if !responder.started() {
         // A client that has left needs no answer.
-        let _ = responder.send(ApiError::WorkerFailed { reason }.into_response()).await;
+        let _ = responder.send(dialect.refusal(ApiError::WorkerFailed { reason })).await;
     }
 }
 

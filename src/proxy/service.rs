@@ -12,6 +12,8 @@ use infera_shards::{Rejection, Request, Responder, Response, Service, ShardConte
 use serde_json::json;
 
 use super::budget::RetryBudget;
+use super::count;
+use super::dialect::Dialect;
 use super::exchange;
 use super::metrics::TargetHandles;
 use super::peers::Peers;
@@ -113,6 +115,9 @@ impl RouterService {
             | Endpoint::ChatCompletions
             | Endpoint::Completions
             | Endpoint::Responses
+            | Endpoint::InputTokens
+            | Endpoint::Messages
+            | Endpoint::CountTokens
             | Endpoint::Forward => {
                 let path = request.target.split('?').next().unwrap_or_default();
                 ApiError::NotFound(format!("no such path: {} {path}", request.method)).into_response()
@@ -175,14 +180,19 @@ impl Service for RouterService {
         let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics);
         if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
             self.shared.metrics.refused_key();
-            let _ = responder.send(ApiError::WrongKey.into_response()).await;
+            let _ = responder.send(Dialect::of(&endpoint).refusal(ApiError::WrongKey)).await;
             return;
         }
         match endpoint {
-            endpoint
-            @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward) => {
+            endpoint @ (Endpoint::ChatCompletions
+            | Endpoint::Completions
+            | Endpoint::Responses
+            | Endpoint::Messages
+            | Endpoint::Forward) => {
                 exchange::serve(self, endpoint, request, responder).await;
             }
+            Endpoint::CountTokens => Box::pin(count::of_messages(self, request, responder)).await,
+            Endpoint::InputTokens => Box::pin(count::of_responses(self, request, responder)).await,
             endpoint => {
                 let response = Box::pin(self.local(endpoint, &request)).await;
                 // The client may be gone; there is nobody left to tell.
