@@ -206,10 +206,12 @@ async fn attempts(service: &RouterService, mut endpoint: Endpoint, mut request: 
         };
         let said = match route.endpoint {
             // Boxed: few requests are of these, and all would carry their room.
-            Endpoint::Messages => Box::pin(messages::send(service, &request, &picked, &mut chat)).await,
+            Endpoint::Messages => Box::pin(messages::send(service, &request, &route.model, &picked, &mut chat)).await,
             Endpoint::CountTokens => Box::pin(messages::count(service, &request, &picked)).await,
             _ => {
-                let sent = send(service, &request, &picked, &Outbound::as_it_came(&request)).await;
+                let is_read_here = dialect.is_translated();
+                let outbound = Outbound { is_read_here, ..Outbound::as_it_came(&request) };
+                let sent = send(service, &request, &picked, &outbound).await;
                 sent.map(|response| Said::Begun(response, dialect.clone())).map_err(Trouble::Worker)
             }
         };

@@ -21,6 +21,7 @@ use crate::prompt::EngineRules;
 use crate::prompt::extract::RoutingFields;
 use crate::prompt::outline::Outline;
 use crate::route::{self, Topology};
+use crate::worker::EngineKind;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -70,15 +71,19 @@ async fn chat_of(service: &RouterService, body: &Bytes, engine: EngineRules) -> 
     made.map_err(ApiError::BadRequest)
 }
 
-/// Sends a Messages request to the picked worker, in the form that the worker takes.
+/// Sends a Messages request to the picked worker, in the form that the worker takes. `model` as the client wrote it, empty
+/// for none.
 pub(super) async fn send(
     service: &RouterService,
     request: &Request,
+    model: &str,
     picked: &Picked,
     chat: &mut Chat,
 ) -> Result<Said, Trouble> {
     let worker = &picked.worker;
-    if !worker.speech.lacks_messages() {
+    // ATOM's own conversion leaves images and former thinking out.
+    let is_asked = worker.record.engine_kind() != EngineKind::Atom;
+    if is_asked && !worker.speech.lacks_messages() {
         match ask_natively(service, request, picked).await? {
             Some(said) => return Ok(said),
             None => {
@@ -93,7 +98,8 @@ pub(super) async fn send(
     let target = chat_target(&request.target);
     let outbound = Outbound { target: &target, body: &body, is_read_here: true };
     let response = exchange::send(service, request, picked, &outbound).await.map_err(Trouble::Worker)?;
-    Ok(Said::Begun(response, Dialect::Translated(model_of(request).into())))
+    let model = if model.is_empty() { &worker.record.model_name } else { model };
+    Ok(Said::Begun(response, Dialect::Translated(model.into())))
 }
 
 /// Asks the worker to count; one that cannot leaves nobody who could.
@@ -130,14 +136,15 @@ pub(super) async fn for_a_pair(
     service: &RouterService,
     request: Request,
 ) -> Result<Result<(Request, Dialect), Request>, ApiError> {
-    let Some(engine) = engine_of_a_pair(service, &request)? else { return Ok(Err(request)) };
+    let Some((engine, model)) = pair_of(service, &request)? else { return Ok(Err(request)) };
     let body = chat_of(service, &request.body, engine).await?;
-    let dialect = Dialect::Translated(model_of(&request).into());
+    let dialect = Dialect::Translated(model.into());
     let target = chat_target(&request.target);
     Ok(Ok((Request { target, body, ..request }, dialect)))
 }
 
-fn engine_of_a_pair(service: &RouterService, request: &Request) -> Result<Option<EngineRules>, ApiError> {
+/// Rules and model of the pair that serves the request; nothing where none does.
+fn pair_of(service: &RouterService, request: &Request) -> Result<Option<(EngineRules, String)>, ApiError> {
     let view = service.view();
     let fleet: &Fleet = &view.fleet;
     if fleet.models.values().all(|pool| pool.prefill.is_empty() || pool.decode.is_empty()) {
@@ -151,7 +158,7 @@ fn engine_of_a_pair(service: &RouterService, request: &Request) -> Result<Option
     }
     let Ok(Topology::Disaggregated { prefill, .. }) = route::topology(fleet, model) else { return Ok(None) };
     let engine = |index: &u32| EngineRules::of_engine(&fleet.targets[*index as usize].worker.record.engine);
-    Ok(prefill.first().map(engine))
+    Ok(prefill.first().map(engine).map(|rules| (rules, model.to_owned())))
 }
 
 /// Empty for none, and for a body that cannot be read.
