@@ -103,6 +103,13 @@ pub const SLOTS_MAX: usize = 60_000;
 /// Longest wait for a prompt on the encoder pool; after it the request is routed by load.
 pub const PROMPT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(1);
 
+/// Between two looks for silent streams (`--stream-admission-warn-s`, `--stream-stall-warn-s`).
+pub const SILENCE_LOOK_MIN: std::time::Duration = std::time::Duration::from_millis(20);
+pub const SILENCE_LOOK_MAX: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// Longest request id of a client that is shown in a log line, bytes.
+pub const REQUEST_ID_BYTES_MAX: usize = 128;
+
 /// Questions waiting for the control thread.
 pub const CONTROL_QUEUE: usize = 64;
 /// Messages read from one publisher before the others, the ledger and a publication have their turn.

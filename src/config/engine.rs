@@ -88,6 +88,7 @@ impl Config {
             retry_budget_percent: self.resilience.retry_budget_percent,
             breaker: self.resilience.breaker,
             caps: self.resilience.caps,
+            silence: self.silence,
             client_keys: self.access.client_keys.clone(),
             outbound: self.access.outbound(),
             disaggregation: self.disaggregation.clone(),

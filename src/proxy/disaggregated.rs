@@ -14,6 +14,7 @@ use super::legs::{self, Attempt, Ending, Job};
 use super::metrics::Outcome;
 use super::pair::{PairWish, PickedPair, Tried, pick_pair};
 use super::service::RouterService;
+use super::silence::Watched;
 use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
@@ -48,11 +49,11 @@ pub(super) fn both_pools<'a>(fleet: &'a Fleet, model: &str) -> Cow<'a, [u32]> {
 
 pub(super) async fn serve(
     service: &RouterService,
-    endpoint: PdEndpoint,
-    route: Route,
+    (endpoint, route): (PdEndpoint, Route),
     request: Request,
     outline: Option<Outline>,
     responder: &mut Responder,
+    watched: &Watched<'_>,
 ) -> Result<Outcome, ApiError> {
     let received = request.received;
     let bad = |error: &dyn std::fmt::Display| ApiError::BadRequest(error.to_string());
@@ -93,7 +94,8 @@ pub(super) async fn serve(
             room = ids.room(),
             "pair"
         );
-        let mut attempt = Attempt { service, pair, ids, retries_left };
+        watched.asks_pair(&pair.prefill.handles, &pair.decode.handles, ids.room());
+        let mut attempt = Attempt { service, pair, ids, retries_left, watched };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }

@@ -20,6 +20,7 @@ use super::pick::Picked;
 use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
+use super::silence::Watched;
 use super::verdict::Standing;
 use crate::api::ApiError;
 use crate::limits;
@@ -94,6 +95,7 @@ pub(super) struct Attempt<'a> {
     pub pair: PickedPair,
     pub ids: AttemptIds,
     pub retries_left: bool,
+    pub watched: &'a Watched<'a>,
 }
 
 /// Runs one attempt. `job` is taken once nothing can be tried again, so that a long answer does not hold the prompt.
@@ -190,12 +192,13 @@ impl Attempt<'_> {
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
 
-    fn answering(&self, received: Instant, guard: Option<&PairGuard>) -> Answering {
+    fn answering(&self, received: Instant, guard: Option<&PairGuard>) -> Answering<'_> {
         Answering {
             prefill: self.pair.prefill.handles.clone(),
             decode: self.pair.decode.handles.clone(),
             decode_worker: self.pair.decode.worker.id.clone(),
             received,
+            watched: self.watched,
             is_complete: guard.map(PairGuard::is_complete).unwrap_or_default(),
         }
     }
