@@ -57,6 +57,9 @@ pub const IMAGES_PER_REQUEST_MAX: usize = 64;
 /// Workers of one source; registrations beyond it are skipped and counted.
 pub const WORKERS_MAX: usize = 16_384;
 
+/// Names that one worker's model has besides its first.
+pub const FURTHER_MODEL_NAMES_MAX: usize = 32;
+
 /// The workers file, bytes.
 pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
 
@@ -109,6 +112,12 @@ pub const SILENCE_LOOK_MAX: std::time::Duration = std::time::Duration::from_secs
 
 /// Longest request id of a client that is shown in a log line, bytes.
 pub const REQUEST_ID_BYTES_MAX: usize = 128;
+
+/// Descriptors that client connections and those to workers leave for event feeds, files and the control pages.
+pub const DESCRIPTORS_RESERVED: usize = 512;
+
+/// Connections of the control pages, where they have an address of their own.
+pub const ADMIN_CONNECTIONS_MAX: usize = 128;
 
 /// Questions waiting for the control thread.
 pub const CONTROL_QUEUE: usize = 64;

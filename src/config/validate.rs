@@ -86,6 +86,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let silence = silence(&arguments.upstream, &mut problems);
     let access = super::access::settings(&arguments.access, &mut problems);
     discovery.authorization = access.worker_key.clone();
+    discovery.own_listeners = [listen].into_iter().chain(admin_listen).collect();
     let resilience = super::resilience::settings(&arguments.resilience, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
     let io_driver = problems.choice(
@@ -246,6 +247,7 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
         workers_file: arguments.workers_file.clone(),
         etcd: uses_etcd.then(|| etcd(arguments, problems)),
         template_arguments: false,
+        own_listeners: Vec::new(),
         timing: Timing::default(),
         authorization: None,
     }

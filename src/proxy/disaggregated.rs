@@ -8,7 +8,7 @@ use infera_shards::{Request, Responder};
 use tracing::debug;
 
 use super::direct::Named;
-use super::exchange::{Route, named_model};
+use super::exchange::{Route, back_off, named_model};
 use super::held::Held;
 use super::legs::{self, Attempt, Ending, Job};
 use super::metrics::Outcome;
@@ -77,12 +77,19 @@ pub(super) async fn serve(
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
-        let Some(pair) = next_pair(service, &route, endpoint, pins, sequences, &tried)? else {
-            if let Some(held) = held {
-                held.count_stranded(service);
+        let next = next_pair(service, &route, endpoint, pins, sequences, &tried).and_then(|pair| {
+            let reason = || "every pair of the model left during the request".to_owned();
+            pair.ok_or_else(|| ApiError::NoWorker { reason: reason() })
+        });
+        let pair = match (next, held.take()) {
+            (Ok(pair), left) => {
+                held = left;
+                pair
             }
-            let reason = "every pair of the model left during the request".to_owned();
-            return Err(ApiError::NoWorker { reason });
+            (Err(error), left) => {
+                left.into_iter().for_each(|held| held.count_stranded(service));
+                return Err(error);
+            }
         };
         let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());
         let retries_left = (tried.attempts() as u32) < service.shared.settings.retries_max
@@ -106,6 +113,10 @@ pub(super) async fn serve(
                 service.may_spend_a_retry();
                 tried.add(role, worker);
                 held = left;
+                // KV that waits is freed first: nobody would own it if the client left meanwhile.
+                if held.is_none() {
+                    back_off(tried.attempts()).await;
+                }
             }
         }
     }

@@ -203,10 +203,13 @@ async fn attempts(
         watched.asks(&picked.handles);
         match send(service, &request, &picked).await {
             Ok(response) => {
-                let standing = Standing::of(&response);
+                let standing = Standing::of(&response, &shared.settings.outbound);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
-                    return Ok(Served::ByOne(picked, response));
+                    return match standing {
+                        Standing::KeyRefused => Err(ApiError::key_refused(&picked.worker.id)),
+                        _ => Ok(Served::ByOne(picked, response)),
+                    };
                 }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 shared.metrics.retried("status");
@@ -229,10 +232,15 @@ async fn attempts(
 
 /// The first retry goes out at once: another worker knows nothing of this one's trouble. Further ones wait a random
 /// while, so that a failing fleet is not asked by everybody in step.
-async fn back_off(failed_attempts: usize) {
-    let Some(doublings) = failed_attempts.checked_sub(2) else { return };
-    let most_ms = limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX);
-    time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+pub(super) async fn back_off(failed_attempts: usize) {
+    if let Some(most_ms) = longest_delay_ms(failed_attempts) {
+        time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+    }
+}
+
+fn longest_delay_ms(failed_attempts: usize) -> Option<u64> {
+    let doublings = failed_attempts.checked_sub(2)?;
+    Some(limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX))
 }
 
 /// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
@@ -357,5 +365,16 @@ fn worker_error(picked: &Picked, error: &UpstreamError) -> ApiError {
             ApiError::WorkerTimeout { reason }
         }
         _ => ApiError::WorkerFailed { reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::longest_delay_ms;
+
+    #[test]
+    fn the_second_retry_and_further_ones_wait_for_a_doubling_while_with_a_cap() {
+        assert_eq!([0, 1].map(longest_delay_ms), [None, None]);
+        assert_eq!([2, 3, 4, 7, 8, 1_000].map(longest_delay_ms), [25, 50, 100, 800, 800, 800].map(Some));
     }
 }

@@ -51,6 +51,8 @@ pub(super) struct LegFailure {
     role: Role,
     worker: Name,
     reason: String,
+    /// What the worker said, for the client alone: it may quote the prompt or a key.
+    said: String,
     phase: &'static str,
     is_timeout: bool,
     blame: Blame,
@@ -69,11 +71,26 @@ impl LegFailure {
             UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout
         );
         let (reason, phase) = (error.to_string(), error.phase());
-        Self { role, worker: worker.clone(), reason, phase, is_timeout, blame: Blame::Transport(error) }
+        Self {
+            role,
+            worker: worker.clone(),
+            reason,
+            said: String::new(),
+            phase,
+            is_timeout,
+            blame: Blame::Transport(error),
+        }
+    }
+
+    fn key_refused(role: Role, worker: &Name) -> Self {
+        let reason = "it does not accept this router's key".to_owned();
+        let blame = Blame::Answer(Standing::KeyRefused);
+        Self { role, worker: worker.clone(), reason, said: String::new(), phase: "key", is_timeout: false, blame }
     }
 
     fn into_error(self) -> ApiError {
-        let reason = format!("{} worker {} failed ({}): {}", self.role.as_str(), self.worker, self.phase, self.reason);
+        let Self { worker, phase, reason, said, .. } = &self;
+        let reason = format!("{} worker {worker} failed ({phase}): {reason}{said}", self.role.as_str());
         if self.is_timeout { ApiError::WorkerTimeout { reason } } else { ApiError::WorkerFailed { reason } }
     }
 }
@@ -230,12 +247,15 @@ async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFutu
 fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
     async move {
         let sent = call.send().await;
-        let worker = call.worker.clone();
+        let (worker, shared) = (call.worker.clone(), call.shared.clone());
         drop(call);
         let end = match sent {
             Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker.id, error)),
-            Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
-            Ok(response) => read_to_its_end(&worker.id, response).await,
+            Ok(response) => match Standing::of(&response, &shared.settings.outbound) {
+                Standing::KeyRefused => PrefillEnd::Failed(LegFailure::key_refused(Role::Prefill, &worker.id)),
+                _ if response.status.is_client_error() => PrefillEnd::Refused(response),
+                standing => read_to_its_end(&worker.id, response, standing).await,
+            },
         };
         if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
             booking.note_complete();
@@ -245,22 +265,23 @@ fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Ou
     }
 }
 
-async fn read_to_its_end(worker: &Name, response: UpstreamResponse) -> PrefillEnd {
+async fn read_to_its_end(worker: &Name, response: UpstreamResponse, standing: Standing) -> PrefillEnd {
     if response.status.is_success() {
         return match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
             Ok(body) => PrefillEnd::Done(body),
             Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, worker, error)),
         };
     }
-    let (status, blame) = (response.status, Blame::Answer(Standing::of(&response)));
+    let status = response.status;
     let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
     PrefillEnd::Failed(LegFailure {
         role: Role::Prefill,
         worker: worker.clone(),
-        reason: format!("status {}: {}", status.as_u16(), String::from_utf8_lossy(&body)),
+        reason: format!("status {}", status.as_u16()),
+        said: format!(": {}", String::from_utf8_lossy(&body)),
         phase: "status",
         is_timeout: false,
-        blame,
+        blame: Blame::Answer(standing),
     })
 }
 
@@ -351,8 +372,13 @@ async fn decode_failed(
 ) -> Ending {
     let worker = &attempt.pair.decode.worker.id;
     let may_retry = attempt.may_retry(Role::Decode);
-    if let Ok(response) = &outcome {
-        attempt.pair.decode.answered(&attempt.service.shared, Standing::of(response));
+    let shared = &attempt.service.shared;
+    let standing = outcome.as_ref().ok().map(|response| Standing::of(response, &shared.settings.outbound));
+    if standing == Some(Standing::KeyRefused) {
+        return attempt.failed(LegFailure::key_refused(Role::Decode, worker), held);
+    }
+    if let Some(standing) = standing {
+        attempt.pair.decode.answered(shared, standing);
     }
     match outcome {
         Ok(response) if response.status.is_server_error() && may_retry => {
@@ -414,8 +440,15 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
             let worker = attempt.pair.prefill.worker.id.clone();
             let reason = error.to_string();
             let blame = Blame::Answer(Standing::Fault);
-            let failure =
-                LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false, blame };
+            let failure = LegFailure {
+                role: Role::Prefill,
+                worker,
+                reason,
+                said: String::new(),
+                phase: "handoff",
+                is_timeout: false,
+                blame,
+            };
             return attempt.failed(failure, None);
         }
     };

@@ -111,6 +111,21 @@ fn b36_without_another_pair_the_error_names_the_prefill_leg() {
     }
 }
 
+/// What a failed worker says may quote the prompt or a key: it is for the client and for no log.
+#[test]
+fn b57_what_a_failed_prefill_says_is_told_to_the_client_and_not_logged() {
+    let prefill = leg(|_, conversation| conversation.json(500, r#"{"error":"cannot take `secret words`"}"#));
+    let decode = held();
+    let router = sglang(&[prefill.address], &[decode.address]);
+    let answer = ask(&router, true);
+    assert_eq!(answer.status, 502);
+    let message = answer.json()["error"]["message"].to_string();
+    assert!(message.contains("status 500") && message.contains("secret words"), "{message}");
+    router.logged(&["a pair failed", "status 500"]);
+    assert!(!router.log_lines().join("\n").contains("secret"));
+    at_rest(&router);
+}
+
 #[test]
 fn b36_a_prefill_answer_behind_the_decode_answer_is_normal() {
     let released = Arc::new(AtomicBool::new(false));
