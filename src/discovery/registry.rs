@@ -250,10 +250,12 @@ impl Registry {
                 match (&entry.address, result) {
                     // A resolver's bad moment does not move a worker.
                     (Ok(_), Err(problem)) => tracing::debug!(worker = %visit.worker_id, "not resolved: {problem}"),
-                    (_, result) => entry.address = result,
+                    (_, result) if result == entry.address => {}
+                    (_, result) => {
+                        entry.address = result.clone();
+                        self.tell_if_own(&visit.worker_id, &result);
+                    }
                 }
-                let address = entry.address.clone();
-                self.tell_if_own(&visit.worker_id, &address);
             }
             Message::Parity(visit, parity, detail) => {
                 let Some(entry) = self.entry(&visit) else { return };

@@ -77,18 +77,14 @@ pub(super) async fn serve(
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
-        let next = next_pair(service, &route, endpoint, pins, sequences, &tried).and_then(|pair| {
-            let reason = || "every pair of the model left during the request".to_owned();
-            pair.ok_or_else(|| ApiError::NoWorker { reason: reason() })
-        });
-        let pair = match (next, held.take()) {
-            (Ok(pair), left) => {
-                held = left;
-                pair
-            }
-            (Err(error), left) => {
-                left.into_iter().for_each(|held| held.count_stranded(service));
-                return Err(error);
+        let pair = match next_pair(service, &route, endpoint, pins, sequences, &tried) {
+            Ok(Some(pair)) => pair,
+            none => {
+                if let Some(held) = held {
+                    held.count_stranded(service);
+                }
+                let reason = "every pair of the model left during the request".to_owned();
+                return Err(none.err().unwrap_or(ApiError::NoWorker { reason }));
             }
         };
         let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());

@@ -209,6 +209,19 @@ impl Attempt<'_> {
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
 
+    /// Prefill has answered with a 4xx: the client's mistake goes to the client, a full worker's work to another pair.
+    async fn refused(&self, refusal: UpstreamResponse, responder: &mut Responder) -> Ending {
+        let shared = &self.service.shared;
+        let standing = Standing::of(&refusal, &shared.settings.outbound);
+        shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
+        self.pair.prefill.answered(shared, standing);
+        if standing.is_worth_a_retry() && self.may_retry(Role::Prefill) {
+            shared.metrics.retried("status");
+            return Ending::Retry { role: Role::Prefill, worker: self.pair.prefill.worker.id.clone(), held: None };
+        }
+        Ending::Answered(relay_refusal(refusal, responder).await)
+    }
+
     fn answering(&self, received: Instant, guard: Option<&PairGuard>) -> Answering<'_> {
         Answering {
             prefill: self.pair.prefill.handles.clone(),
@@ -247,15 +260,16 @@ async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFutu
 fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
     async move {
         let sent = call.send().await;
-        let (worker, shared) = (call.worker.clone(), call.shared.clone());
+        let standing = sent.as_ref().ok().map(|response| Standing::of(response, &call.shared.settings.outbound));
+        let worker = call.worker.clone();
         drop(call);
         let end = match sent {
             Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker.id, error)),
-            Ok(response) => match Standing::of(&response, &shared.settings.outbound) {
-                Standing::KeyRefused => PrefillEnd::Failed(LegFailure::key_refused(Role::Prefill, &worker.id)),
-                _ if response.status.is_client_error() => PrefillEnd::Refused(response),
-                standing => read_to_its_end(&worker.id, response, standing).await,
-            },
+            Ok(_) if standing == Some(Standing::KeyRefused) => {
+                PrefillEnd::Failed(LegFailure::key_refused(Role::Prefill, &worker.id))
+            }
+            Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
+            Ok(response) => read_to_its_end(&worker.id, response, standing.unwrap_or(Standing::Fault)).await,
         };
         if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
             booking.note_complete();
@@ -312,8 +326,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
             Event::Prefill(PrefillEnd::Refused(refusal)) => {
                 prefill.disarm();
                 drop(decode);
-                attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
-                return Ending::Answered(relay_refusal(refusal, responder).await);
+                return attempt.refused(refusal, responder).await;
             }
             Event::Prefill(PrefillEnd::Failed(failure)) => {
                 prefill.disarm();
@@ -381,7 +394,7 @@ async fn decode_failed(
         attempt.pair.decode.answered(shared, standing);
     }
     match outcome {
-        Ok(response) if response.status.is_server_error() && may_retry => {
+        Ok(response) if may_retry && standing.is_some_and(Standing::is_worth_a_retry) => {
             debug!(worker = &**worker, status = response.status.as_u16(), "retrying on another pair");
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
             attempt.service.shared.metrics.retried("status");
@@ -424,8 +437,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         }
         PrefillEnd::Refused(refusal) => {
             prefill.disarm();
-            attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
-            return Ending::Answered(relay_refusal(refusal, responder).await);
+            return attempt.refused(refusal, responder).await;
         }
         PrefillEnd::Failed(failure) => {
             prefill.disarm();
