@@ -110,6 +110,9 @@ pub const PROMPT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(
 pub const SILENCE_LOOK_MIN: std::time::Duration = std::time::Duration::from_millis(20);
 pub const SILENCE_LOOK_MAX: std::time::Duration = std::time::Duration::from_secs(5);
 
+/// Entries of a shard's table of streams that are kept while there are none.
+pub const STREAM_ENTRIES_KEPT: usize = 256;
+
 /// Longest request id of a client that is shown in a log line, bytes.
 pub const REQUEST_ID_BYTES_MAX: usize = 128;
 

@@ -359,12 +359,16 @@ impl Registry {
         self.visits += 1;
         let visit = Visit { worker_id: Arc::from(id), number: self.visits };
         let record = registration.record.clone();
-        let open = Open::of(&record, registration.source, self.config.template_arguments);
         let address = match record.endpoint() {
             Ok(url) => url.literal_address().ok_or_else(|| "not resolved yet".to_owned()),
             Err(error) => Err(error.to_string()),
         };
         self.tell_if_own(id, &address);
+        let open = match &address {
+            // Its questions would be answered by this router, or by another worker.
+            Ok(address) if is_own(&self.config.own_listeners, *address) => Open::default(),
+            _ => Open::of(&record, registration.source, self.config.template_arguments),
+        };
         let attendant = attendant::attend(self.tools.clone(), visit.clone(), record, open);
         let attendant = tokio::spawn(attendant).abort_handle();
         Entry {

@@ -123,7 +123,16 @@ impl Streams {
         streams
     }
 
+    /// A table that was large once is not kept for nobody.
+    fn give_back_a_rush(&self) {
+        let mut entries = self.entries.borrow_mut();
+        if entries.is_empty() && entries.capacity() > limits::STREAM_ENTRIES_KEPT {
+            *entries = Slab::new();
+        }
+    }
+
     fn look(&self, now: Instant) {
+        self.give_back_a_rush();
         for (_, entry) in &*self.entries.borrow() {
             if let Some((phase, silent_for)) = entry.look(&self.shared.settings.silence, now) {
                 self.shared.metrics.stream_was_silent(phase);
