@@ -23,6 +23,7 @@ use super::reading::Reading;
 use super::relay::{StreamObserver, count};
 use super::service::RouterService;
 use super::shared::Shared;
+use super::silence::Watched;
 use super::steering::SessionName;
 use super::verdict::Standing;
 use crate::api::{ApiError, Endpoint};
@@ -76,14 +77,17 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
         record.outcome = Box::pin(refuse(&dialect, ApiError::Overloaded { reason }, responder)).await;
         return;
     }
-    record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
+    let watched = Watched::new(&service.streams);
+    record.outcome = match Box::pin(attempts(service, endpoint, request, &watched)).await {
         Ok(Served::ByOne(picked, response, dialect)) => {
-            relay(&service.shared, &picked, response, &dialect, responder, received).await
+            relay(&service.shared, &picked, (response, &dialect), responder, (received, &watched)).await
         }
         Ok(Served::ByAPair(paired)) => {
             let Paired { endpoint, route, request, outline, dialect: of_pair } = *paired;
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, of_pair, responder)).await {
+            let pair = (endpoint, route);
+            match Box::pin(disaggregated::serve(service, pair, (request, outline), of_pair, responder, &watched)).await
+            {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(&dialect, error, responder)).await,
             }
@@ -147,8 +151,16 @@ struct Begun {
 }
 
 /// In one go, because the prompt's text lies in the request's body until it is hashed.
-fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Result<Begun, ApiError> {
-    let Reading { model, samples, facts, outline, prompt } = Reading::of(service, &endpoint, request)?;
+fn begin(
+    service: &RouterService,
+    endpoint: Endpoint,
+    request: &Request,
+    watched: &Watched<'_>,
+) -> Result<Begun, ApiError> {
+    let Reading { model, is_stream, samples, facts, outline, prompt } = Reading::of(service, &endpoint, request)?;
+    if is_stream {
+        watched.begin(&endpoint, request);
+    }
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let view = service.view();
@@ -174,7 +186,12 @@ fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Resu
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
 /// gone with this future: there is no replay once the answer goes to the client.
-async fn attempts(service: &RouterService, mut endpoint: Endpoint, mut request: Request) -> Result<Served, ApiError> {
+async fn attempts(
+    service: &RouterService,
+    mut endpoint: Endpoint,
+    mut request: Request,
+    watched: &Watched<'_>,
+) -> Result<Served, ApiError> {
     let mut dialect = Dialect::of(&endpoint);
     if endpoint == Endpoint::Messages {
         match Box::pin(messages::for_a_pair(service, request)).await? {
@@ -182,7 +199,7 @@ async fn attempts(service: &RouterService, mut endpoint: Endpoint, mut request: 
             Err(unchanged) => request = unchanged,
         }
     }
-    let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request)?;
+    let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request, watched)?;
     if let Some(unfinished) = unfinished {
         // Boxed: the timer inside is large, and most prompts never come here.
         Box::pin(prompts::finish(service, &mut route.prompts, &request.body, unfinished)).await;
@@ -204,6 +221,7 @@ async fn attempts(service: &RouterService, mut endpoint: Endpoint, mut request: 
                 });
             }
         };
+        watched.asks(&picked.handles);
         let said = match route.endpoint {
             // Boxed: few requests are of these, and all would carry their room.
             Endpoint::Messages => Box::pin(messages::send(service, &request, &route.model, &picked, &mut chat)).await,
@@ -219,10 +237,13 @@ async fn attempts(service: &RouterService, mut endpoint: Endpoint, mut request: 
             Ok(Said::Refused(status, body)) => return Ok(Served::Refused(messages::refusal(status, body))),
             Err(Trouble::Request(error)) => return Err(error),
             Ok(Said::Begun(response, dialect)) => {
-                let standing = Standing::of(&response);
+                let standing = Standing::of(&response, &shared.settings.outbound);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
-                    return Ok(Served::ByOne(picked, response, dialect));
+                    return match standing {
+                        Standing::KeyRefused => Err(ApiError::key_refused(&picked.worker.id)),
+                        _ => Ok(Served::ByOne(picked, response, dialect)),
+                    };
                 }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 shared.metrics.retried("status");
@@ -245,10 +266,15 @@ async fn attempts(service: &RouterService, mut endpoint: Endpoint, mut request: 
 
 /// The first retry goes out at once: another worker knows nothing of this one's trouble. Further ones wait a random
 /// while, so that a failing fleet is not asked by everybody in step.
-async fn back_off(failed_attempts: usize) {
-    let Some(doublings) = failed_attempts.checked_sub(2) else { return };
-    let most_ms = limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX);
-    time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+pub(super) async fn back_off(failed_attempts: usize) {
+    if let Some(most_ms) = longest_delay_ms(failed_attempts) {
+        time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+    }
+}
+
+fn longest_delay_ms(failed_attempts: usize) -> Option<u64> {
+    let doublings = failed_attempts.checked_sub(2)?;
+    Some(limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX))
 }
 
 /// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
@@ -347,17 +373,16 @@ pub(super) async fn send(
 async fn relay(
     shared: &Shared,
     picked: &Picked,
-    response: UpstreamResponse,
-    dialect: &Dialect,
+    (response, dialect): (UpstreamResponse, &Dialect),
     responder: &mut Responder,
-    received: Instant,
+    (received, watched): (Instant, &Watched<'_>),
 ) -> Outcome {
     let status = response.status;
     if status.is_success() {
         picked.served();
     }
     let is_stream = is_stream(&response) && status.is_success();
-    let mut observer = StreamObserver::of_a_worker(is_stream);
+    let mut observer = StreamObserver::of_a_worker(is_stream, watched);
     let outcome = match dialect.is_translated() {
         true => dialect.passing(response, responder, &mut observer).await,
         // Not boxed: this is what a stream that is relayed for minutes holds.
@@ -399,5 +424,16 @@ fn worker_error(picked: &Picked, error: &UpstreamError) -> ApiError {
             ApiError::WorkerTimeout { reason }
         }
         _ => ApiError::WorkerFailed { reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::longest_delay_ms;
+
+    #[test]
+    fn the_second_retry_and_further_ones_wait_for_a_doubling_while_with_a_cap() {
+        assert_eq!([0, 1].map(longest_delay_ms), [None, None]);
+        assert_eq!([2, 3, 4, 7, 8, 1_000].map(longest_delay_ms), [25, 50, 100, 800, 800, 800].map(Some));
     }
 }

@@ -16,6 +16,8 @@ use crate::route::{BodyFacts, FactsScan, Policy};
 pub(super) struct Reading<'a> {
     /// Empty for none.
     pub model: String,
+    /// A stream is asked for.
+    pub is_stream: bool,
     pub samples: u32,
     pub facts: BodyFacts,
     /// Absent for a body that is not JSON, on paths where that is the worker's to refuse.
@@ -31,7 +33,8 @@ impl<'a> Reading<'a> {
         if is_by_load(endpoint) {
             let outline = Outline::read(body).ok();
             let model = forwarded_model(request, outline.as_ref());
-            return Ok(Self { model, samples: 1, facts: BodyFacts::default(), outline, prompt: None });
+            let is_stream = outline.as_ref().is_some_and(|outline| RoutingFields::of(outline).stream);
+            return Ok(Self { model, is_stream, samples: 1, facts: BodyFacts::default(), outline, prompt: None });
         }
         let is_kv_aware = service.shared.settings.policy == Policy::KvAware;
         let is_short = body.len() <= limits::SHARD_PROMPT_BODY_BYTES;
@@ -58,13 +61,14 @@ impl<'a> Reading<'a> {
 
     fn with(endpoint: &Endpoint, outline: Outline, facts: BodyFacts, prompt: Option<PromptBody<'a>>) -> Self {
         let fields = RoutingFields::of(&outline);
+        let is_stream = fields.stream;
         let model = fields.model.map(|model| model.into_owned()).unwrap_or_default();
         let samples = match endpoint {
             Endpoint::ChatCompletions | Endpoint::Completions => fields.samples.count(),
             // Others have one sample: `n` means nothing there.
             _ => 1,
         };
-        Self { model, samples, facts, outline: Some(outline), prompt }
+        Self { model, is_stream, samples, facts, outline: Some(outline), prompt }
     }
 }
 
