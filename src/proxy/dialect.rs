@@ -5,9 +5,11 @@ use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
 
-use bytes::Bytes;
-use http::{HeaderName, HeaderValue, StatusCode, header};
-use infera_shards::{BodyObserver, BodyRewriter, Relay, RelayOutcome, Responder, Response, UpstreamResponse};
+use http::{HeaderName, HeaderValue, header};
+use infera_shards::{
+    BodyObserver, BodyRewriter, Relay, RelayOutcome, Responder, Response, UpstreamError, UpstreamErrorKind,
+    UpstreamResponse,
+};
 
 use crate::api::messages::{self, EventTranslator};
 use crate::api::{self, ApiError, Endpoint};
@@ -100,11 +102,18 @@ async fn translate(
         let value = response.head.get(name.as_str()).and_then(|value| HeaderValue::from_bytes(value).ok());
         value.map(|value| (name, value))
     });
-    let (mut answer, failure) = match response.collect(limits::TRANSLATED_ANSWER_BYTES_MAX).await {
-        Ok(body) => {
-            observer.data(&body);
-            (translated(status, body, model), None)
+    let reused_connection = response.reused_connection();
+    let collected = response.collect(limits::TRANSLATED_ANSWER_BYTES_MAX).await.and_then(|body| {
+        observer.data(&body);
+        if !status.is_success() {
+            return Ok(messages::error_of_chat(status, &body));
         }
+        let kind = UpstreamErrorKind::BadResponse("no chat completion");
+        let error = || UpstreamError { kind, reused_connection, response_started: true };
+        messages::message_of_chat(&body, model).map(|body| api::json_bytes(status, body)).ok_or_else(error)
+    });
+    let (mut answer, failure) = match collected {
+        Ok(answer) => (answer, None),
         Err(error) => {
             let reason = format!("the worker failed inside its answer: {error}");
             (ApiError::WorkerFailed { reason }.into_anthropic_response(), Some(error))
@@ -115,19 +124,6 @@ async fn translate(
         (Err(_), _) => RelayOutcome::ClientGone,
         (Ok(()), Some(error)) => RelayOutcome::UpstreamFailed(error),
         (Ok(()), None) => RelayOutcome::Complete,
-    }
-}
-
-fn translated(status: StatusCode, body: Bytes, model: &str) -> Response {
-    if !status.is_success() {
-        return messages::error_of_chat(status, &body);
-    }
-    match messages::message_of_chat(&body, model) {
-        Some(body) => api::json_bytes(status, body),
-        None => {
-            let reason = "the worker's answer is no chat completion".to_owned();
-            ApiError::WorkerFailed { reason }.into_anthropic_response()
-        }
     }
 }
 

@@ -193,11 +193,10 @@ async fn attempts(
     watched: &Watched<'_>,
 ) -> Result<Served, ApiError> {
     let mut dialect = Dialect::of(&endpoint);
-    if endpoint == Endpoint::Messages {
-        match Box::pin(messages::for_a_pair(service, request)).await? {
-            Ok((chat, translated)) => (endpoint, request, dialect) = (Endpoint::ChatCompletions, chat, translated),
-            Err(unchanged) => request = unchanged,
-        }
+    if endpoint == Endpoint::Messages
+        && let Some(translated) = Box::pin(messages::made_for_a_pair(service, &mut request)).await?
+    {
+        (endpoint, dialect) = (Endpoint::ChatCompletions, translated);
     }
     let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request, watched)?;
     if let Some(unfinished) = unfinished {

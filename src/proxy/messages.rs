@@ -131,16 +131,16 @@ pub(super) fn refusal(status: StatusCode, body: Bytes) -> Response {
     Response { status, headers: vec![content_type], body }
 }
 
-/// The request as a chat, where a prefill and a decode worker share it: their protocols know chats.
-pub(super) async fn for_a_pair(
+/// Makes the request a chat, where a prefill and a decode worker share it: their protocols know chats. Tells how to answer
+/// it then; nothing where no pair serves it.
+pub(super) async fn made_for_a_pair(
     service: &RouterService,
-    request: Request,
-) -> Result<Result<(Request, Dialect), Request>, ApiError> {
-    let Some((engine, model)) = pair_of(service, &request)? else { return Ok(Err(request)) };
-    let body = chat_of(service, &request.body, engine).await?;
-    let dialect = Dialect::Translated(model.into());
-    let target = chat_target(&request.target);
-    Ok(Ok((Request { target, body, ..request }, dialect)))
+    request: &mut Request,
+) -> Result<Option<Dialect>, ApiError> {
+    let Some((engine, model)) = pair_of(service, request)? else { return Ok(None) };
+    request.body = chat_of(service, &request.body, engine).await?;
+    request.target = chat_target(&request.target);
+    Ok(Some(Dialect::Translated(model.into())))
 }
 
 /// Rules and model of the pair that serves the request; nothing where none does.

@@ -270,6 +270,13 @@ fn errors_have_the_shape_of_anthropic() {
     check(&plain("m").to_string(), 400, "invalid_request_error", "too large");
     check(&plain("absent").to_string(), 404, "not_found_error", "absent");
     check("{", 400, "invalid_request_error", "line 1");
+    let odd = chat_worker(|_, conversation| conversation.json(200, r#"{"choices":[]}"#));
+    let over_odd = crate::support::router::router().round_robin().worker(odd.address).ready();
+    let answer = over_odd.post("/v1/messages", &plain("m").to_string());
+    assert_eq!((answer.status, error_of(&answer).0.as_str()), (502, "api_error"));
+    wait_until("the failure is counted", || {
+        over_odd.metric(r#"infera_requests_total{outcome="error",router="mixed"}"#) == Some(1.0)
+    });
     let document = json!({"model": "m", "messages": [{"role": "user", "content": [{"type": "document"}]}]});
     check(&document.to_string(), 400, "invalid_request_error", "content block");
     assert_eq!(router.get("/v1/messages").status, 405);
