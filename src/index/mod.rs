@@ -9,6 +9,7 @@
 //! 19; and each distinct block its hash, 8, at a filling of 80 to 100 %.
 
 mod copies;
+mod firsts;
 mod hashes;
 pub mod holders;
 pub mod mirror;
