@@ -39,8 +39,8 @@ impl Firsts {
     /// The strand that begins with this block.
     #[inline]
     pub fn get(&self, block: BlockHash) -> Option<u32> {
-        let bit = self.bit(block);
-        if self.filter[bit / WORD_BITS] >> (bit % WORD_BITS) & 1 == 0 {
+        let (word, bit) = place(&self.filter, block);
+        if self.filter[word] >> bit & 1 == 0 {
             return None;
         }
         self.strands.get(&block).copied()
@@ -52,7 +52,7 @@ impl Firsts {
         if self.marked * BITS_EACH > self.filter.len() * WORD_BITS * 2 {
             self.remake();
         } else {
-            self.mark(block);
+            mark(&mut self.filter, block);
         }
     }
 
@@ -73,18 +73,20 @@ impl Firsts {
         let bits = (self.strands.len() * BITS_EACH).next_power_of_two().max(WORD_BITS);
         self.filter = vec![0; bits / WORD_BITS].into();
         self.marked = self.strands.len();
-        let blocks: Vec<BlockHash> = self.strands.keys().copied().collect();
-        blocks.into_iter().for_each(|block| self.mark(block));
+        self.strands.keys().for_each(|block| mark(&mut self.filter, *block));
     }
+}
 
-    fn bit(&self, block: BlockHash) -> usize {
-        block.0 as usize & (self.filter.len() * WORD_BITS - 1)
-    }
+/// Word and bit of a block.
+#[inline]
+fn place(filter: &[u64], block: BlockHash) -> (usize, u32) {
+    let bit = block.0 as usize & (filter.len() * WORD_BITS - 1);
+    (bit / WORD_BITS, (bit % WORD_BITS) as u32)
+}
 
-    fn mark(&mut self, block: BlockHash) {
-        let bit = self.bit(block);
-        self.filter[bit / WORD_BITS] |= 1 << (bit % WORD_BITS);
-    }
+fn mark(filter: &mut [u64], block: BlockHash) {
+    let (word, bit) = place(filter, block);
+    filter[word] |= 1 << bit;
 }
 
 #[cfg(test)]
