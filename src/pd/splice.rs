@@ -37,14 +37,11 @@ enum Change<'a> {
 }
 
 /// A list of changes. Of several of one member the last one given counts.
-#[derive(Clone, Debug)]
-pub struct Edits<'a>(Vec<(&'static str, Change<'a>)>);
+#[derive(Clone, Debug, Default)]
+pub struct Edits<'a>(SmallVec<[(&'static str, Change<'a>); EDITS_EXPECTED]>);
 
-impl Default for Edits<'_> {
-    fn default() -> Self {
-        Self(Vec::with_capacity(EDITS_EXPECTED))
-    }
-}
+/// An edited body, in order; a short one is a single segment.
+pub type Segments = SmallVec<[Bytes; 1]>;
 
 impl<'a> Edits<'a> {
     fn put(&mut self, key: &'static str, change: Change<'a>) -> &mut Self {
@@ -113,11 +110,12 @@ impl Members {
         self.outline.body()
     }
 
-    /// The edited body, in order. Pieces of the body are shared, never copied, unless they are short.
-    pub fn apply(&self, edits: &Edits<'_>) -> Vec<Bytes> {
+    /// The edited body. Pieces of it are shared, never copied, unless they are short.
+    pub fn apply(&self, edits: &Edits<'_>) -> Segments {
         let body = self.body();
         let copied_bytes = edits.inserted_bytes() + body.len().min(2 * SHORT_PIECE_BYTES);
-        let mut output = Output { body, segments: Vec::new(), kept: 0..0, insert: Vec::with_capacity(copied_bytes) };
+        let insert = Vec::with_capacity(copied_bytes);
+        let mut output = Output { body, segments: Segments::new(), kept: 0..0, insert };
         let mut used: SmallVec<[bool; EDITS_EXPECTED]> = smallvec![false; edits.0.len()];
         let mut is_first = true;
         output.keep(0..self.open);
@@ -126,7 +124,8 @@ impl Members {
             // Whitespace and, but for the first member, the comma in front of it.
             let gap = previous_end..member.start;
             previous_end = member.value.end;
-            let edit = edits.0.iter().rposition(|(key, _)| self.outline.key_is(member, key));
+            let name = self.outline.name(member);
+            let edit = edits.0.iter().rposition(|(key, _)| key.as_bytes() == name);
             let new_value = match edit.map(|at| (at, &edits.0[at].1)) {
                 None => None,
                 Some((_, Change::Remove)) => continue,
@@ -169,7 +168,7 @@ impl Members {
 /// Collects segments: a run of kept bytes, then inserted ones, and so on.
 struct Output<'a> {
     body: &'a Bytes,
-    segments: Vec<Bytes>,
+    segments: Segments,
     kept: Range<usize>,
     insert: Vec<u8>,
 }
@@ -205,7 +204,7 @@ impl Output<'_> {
         }
     }
 
-    fn finish(mut self) -> Vec<Bytes> {
+    fn finish(mut self) -> Segments {
         self.flush();
         self.segments
     }

@@ -18,6 +18,8 @@ pub struct Member {
     escaped_key: Option<Box<str>>,
     /// Offset of the key's opening quote.
     pub start: usize,
+    /// Bytes of the key between its quotes, when it was spelled without escapes.
+    key_bytes: usize,
     pub value: Range<usize>,
 }
 
@@ -64,7 +66,7 @@ impl Outline {
                 let value_start = reader.offset();
                 visit(reader, &key)?;
                 previous_end = reader.offset();
-                members.push(Member { escaped_key, start, value: value_start..previous_end });
+                members.push(Member { escaped_key, start, key_bytes: key.len(), value: value_start..previous_end });
                 Ok(())
             })?;
         } else {
@@ -88,21 +90,18 @@ impl Outline {
         self.open
     }
 
-    /// Whether this member's name is `key`, however it was spelled. `key` needs no escapes in JSON.
-    pub fn key_is(&self, member: &Member, key: &str) -> bool {
+    /// This member's name, decoded.
+    pub fn name<'a>(&'a self, member: &'a Member) -> &'a [u8] {
         match &member.escaped_key {
-            Some(decoded) => **decoded == *key,
-            None => {
-                let text = &self.body[member.start + 1..];
-                // The quote first: it alone tells most names apart.
-                text.get(key.len()) == Some(&b'"') && text.starts_with(key.as_bytes())
-            }
+            Some(decoded) => decoded.as_bytes(),
+            None => &self.body[member.start + 1..][..member.key_bytes],
         }
     }
 
     /// Raw JSON of a member's value. Of several members with one name the last counts, as in the engines.
     pub fn raw(&self, key: &str) -> Option<&[u8]> {
-        self.members.iter().rev().find(|member| self.key_is(member, key)).map(|member| &self.body[member.value.clone()])
+        let key = key.as_bytes();
+        self.members.iter().rev().find(|it| self.name(it) == key).map(|member| &self.body[member.value.clone()])
     }
 
     /// A reader at a member's value.

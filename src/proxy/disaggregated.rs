@@ -8,7 +8,7 @@ use infera_shards::{Request, Responder};
 use tracing::debug;
 
 use super::direct::Named;
-use super::exchange::{Route, named_model};
+use super::exchange::{Route, back_off, named_model};
 use super::held::Held;
 use super::legs::{self, Attempt, Ending, Job};
 use super::metrics::Outcome;
@@ -46,14 +46,22 @@ pub(super) fn both_pools<'a>(fleet: &'a Fleet, model: &str) -> Cow<'a, [u32]> {
     }
 }
 
+/// A request for a pair, as far as it is known.
+pub(super) struct Paired {
+    pub endpoint: PdEndpoint,
+    pub route: Route,
+    pub request: Request,
+    /// Absent for a body that is no JSON.
+    pub outline: Option<Outline>,
+}
+
+/// Boxed as it comes: what it holds is large and goes on into parts of its own.
 pub(super) async fn serve(
     service: &RouterService,
-    endpoint: PdEndpoint,
-    route: Route,
-    request: Request,
-    outline: Option<Outline>,
+    paired: Box<Paired>,
     responder: &mut Responder,
 ) -> Result<Outcome, ApiError> {
+    let Paired { endpoint, route, request, outline } = *paired;
     let received = request.received;
     let bad = |error: &dyn std::fmt::Display| ApiError::BadRequest(error.to_string());
     let members = match outline {
@@ -72,20 +80,25 @@ pub(super) async fn serve(
             limits::PAIR_SEQUENCES_MAX
         )));
     }
+    service.retry_budget.request();
     let mut job = Some(Job { request: Rc::new(request), members, endpoint, received });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
-        let Some(pair) = next_pair(service, &route, endpoint, pins, sequences, &tried)? else {
-            if let Some(held) = held {
-                held.count_stranded(service);
-            }
+        let next = next_pair(service, &route, endpoint, pins, sequences, &tried).and_then(|next| {
             let reason = "every pair of the model left during the request".to_owned();
-            return Err(ApiError::NoWorker { reason });
+            next.ok_or(ApiError::NoWorker { reason })
+        });
+        let pair = match next {
+            Ok(pair) => pair,
+            Err(error) => {
+                if let Some(held) = held {
+                    held.count_stranded(service);
+                }
+                return Err(error);
+            }
         };
         let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());
-        let retries_left = (tried.attempts() as u32) < service.shared.settings.retries_max
-            && service.retry_budget.has_one(service.shared.now_ms());
         debug!(
             prefill = &*pair.prefill.worker.id,
             decode = &*pair.decode.worker.id,
@@ -93,7 +106,7 @@ pub(super) async fn serve(
             room = ids.room(),
             "pair"
         );
-        let mut attempt = Attempt { service, pair, ids, retries_left };
+        let mut attempt = Attempt { service, pair, ids, failed_before: tried.attempts() };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }
@@ -101,9 +114,13 @@ pub(super) async fn serve(
             Ending::Answered(outcome) => return Ok(outcome),
             Ending::Failed(error) => return Err(error),
             Ending::Retry { role, worker, held: left } => {
-                service.may_spend_a_retry();
                 tried.add(role, worker);
                 held = left;
+                // What the failed attempt held must not be held while waiting, and KV that is left must not wait.
+                drop(attempt);
+                if held.is_none() {
+                    back_off(tried.attempts()).await;
+                }
             }
         }
     }

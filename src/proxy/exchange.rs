@@ -11,7 +11,7 @@ use infera_shards::{
 use tracing::{debug, warn};
 
 use super::direct::{self, Named};
-use super::disaggregated;
+use super::disaggregated::{self, Paired};
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
@@ -74,9 +74,8 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
         Ok(Served::ByOne(picked, response)) => relay(&service.shared, &picked, response, responder, received).await,
         Ok(Served::ByAPair(paired)) => {
-            let Paired { endpoint, route, request, outline } = *paired;
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, responder)).await {
+            match Box::pin(disaggregated::serve(service, paired, responder)).await {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(error, responder)).await,
             }
@@ -112,14 +111,6 @@ enum Served {
     ByOne(Picked, UpstreamResponse),
     /// A prefill and a decode worker, still to be picked.
     ByAPair(Box<Paired>),
-}
-
-/// A request for a pair, as far as it is known.
-struct Paired {
-    endpoint: PdEndpoint,
-    route: Route,
-    request: Request,
-    outline: Option<Outline>,
 }
 
 /// What a request is, as far as it can be said without waiting.
@@ -209,7 +200,7 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
 
 /// The first retry goes out at once: another worker knows nothing of this one's trouble. Further ones wait a random
 /// while, so that a failing fleet is not asked by everybody in step.
-async fn back_off(failed_attempts: usize) {
+pub(super) async fn back_off(failed_attempts: usize) {
     let Some(doublings) = failed_attempts.checked_sub(2) else { return };
     let most_ms = limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX);
     time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;

@@ -4,7 +4,6 @@
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
-use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -38,13 +37,13 @@ pub(super) fn as_it_came(is_stream: bool, observer: &mut dyn BodyObserver) -> Re
 }
 
 /// Who answers, and whose figures the answer belongs to.
-pub(super) struct Answering {
-    pub prefill: Handles,
-    pub decode: Handles,
-    pub decode_worker: Name,
+pub(super) struct Answering<'a> {
+    /// Of the prefill and of the decode worker.
+    pub handles: (&'a Handles, &'a Handles),
+    pub decode_worker: &'a Name,
     pub received: Instant,
     /// Set as soon as the answer is known to be whole, also when the client leaves right behind it.
-    pub is_complete: Rc<Cell<bool>>,
+    pub is_complete: &'a Cell<bool>,
 }
 
 /// How an answer went.
@@ -57,15 +56,15 @@ pub(super) struct Answer {
 }
 
 /// Watches an answer: what it carries, and for a stream what its events say about its end.
-pub(super) struct StreamObserver {
+pub(super) struct StreamObserver<'a> {
     pub answer: AnswerObserver,
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
     /// Set at a stream's terminator; then the stream is whole only with one.
-    is_complete: Option<Rc<Cell<bool>>>,
+    is_complete: Option<&'a Cell<bool>>,
 }
 
-impl StreamObserver {
+impl<'a> StreamObserver<'a> {
     /// Of one worker's answer. Endpoints differ in how a stream ends, so any stream that has said something is whole once
     /// its body is; one without a single data line has said nothing.
     pub fn of_a_worker(is_stream: bool) -> Self {
@@ -73,7 +72,7 @@ impl StreamObserver {
     }
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
-    fn of_decode(is_stream: bool, is_complete: Rc<Cell<bool>>) -> Self {
+    fn of_decode(is_stream: bool, is_complete: &'a Cell<bool>) -> Self {
         Self { is_complete: Some(is_complete), ..Self::of_a_worker(is_stream) }
     }
 
@@ -83,7 +82,7 @@ impl StreamObserver {
     }
 }
 
-impl BodyObserver for StreamObserver {
+impl BodyObserver for StreamObserver<'_> {
     fn data(&mut self, payload: &[u8]) {
         self.answer.data(payload);
         let Some(completion) = &mut self.completion else { return };
@@ -109,13 +108,13 @@ impl BodyObserver for StreamObserver {
 pub(super) async fn relay_decode(
     response: UpstreamResponse,
     responder: &mut Responder,
-    answering: Answering,
+    answering: Answering<'_>,
     mut beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
     let is_stream = is_stream(&response);
-    let worker = &answering.decode_worker;
-    let mut observer = StreamObserver::of_decode(is_stream, answering.is_complete.clone());
+    let worker = answering.decode_worker;
+    let mut observer = StreamObserver::of_decode(is_stream, answering.is_complete);
     let outcome = {
         let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
         poll_fn(|context| {
@@ -135,7 +134,7 @@ pub(super) async fn relay_decode(
         }
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
-                count((&answering.prefill, &answering.decode), answering.received, &observer.answer);
+                count(answering.handles, answering.received, &observer.answer);
             }
             Answer { outcome: Outcome::from(status), is_whole: true, failure }
         }

@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use serde_json::{Value, json};
+use smallvec::smallvec;
 
 use super::*;
 use crate::worker::WorkerRecord;
@@ -33,7 +34,7 @@ fn golden_bodies_of_every_protocol() {
             _ => PdEndpoint::Responses,
         };
         let rooms: Vec<u64> = serde_json::from_value(golden["rooms"].clone()).expect("rooms");
-        let ids = AttemptIds::of(&rooms);
+        let ids = AttemptIds::of(rooms.into());
         let body = Bytes::from(golden["body"].as_str().expect("a body").to_owned());
         let members = Members::scan(&body).expect("an object");
         let answer = Bytes::from(json!({"id": "x", TRANSFER: golden["handoff"]}).to_string());
@@ -59,7 +60,7 @@ fn a_prefill_without_kv_to_hand_over_leaves_decode_to_itself() {
     let pair = Pair { prefill: &prefill, decode: &decode, prefill_rank: None };
     let members =
         Members::scan(&Bytes::from_static(br#"{"model":"m","kv_transfer_params":{"x":1},"n":2}"#)).expect("fine");
-    let leg = decode_leg(&pair, PdEndpoint::Chat, &members, &AttemptIds::of(&[1]), None);
+    let leg = decode_leg(&pair, PdEndpoint::Chat, &members, &AttemptIds::of(smallvec![1]), None);
     assert_eq!(text(&leg), r#"{"model":"m","n":2}"#);
 }
 
@@ -84,7 +85,7 @@ fn legs_do_not_copy_a_long_body() {
     let pair = Pair { prefill: &prefill, decode: &decode, prefill_rank: None };
     let body = Bytes::from(format!(r#"{{"model":"m","stream":true,"prompt":"{}","n":2}}"#, "x".repeat(1 << 20)));
     let members = Members::scan(&body).expect("an object");
-    let ids = AttemptIds::of(&[1]);
+    let ids = AttemptIds::of(smallvec![1]);
     for leg in [
         prefill_leg(&pair, PdEndpoint::Completions, &members, &ids),
         decode_leg(&pair, PdEndpoint::Completions, &members, &ids, None),
