@@ -23,11 +23,29 @@ pub struct Member {
     pub value: Range<usize>,
 }
 
+/// Which lengths a set of names has: most names that are looked for are absent, and their length alone says so.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lengths(u64);
+
+impl Lengths {
+    /// All lengths from here on share a place.
+    const LONGEST: usize = 63;
+
+    pub fn add(&mut self, length: usize) {
+        self.0 |= 1 << length.min(Self::LONGEST);
+    }
+
+    pub fn may_have(self, length: usize) -> bool {
+        self.0 >> length.min(Self::LONGEST) & 1 == 1
+    }
+}
+
 /// The top-level members of one body, in its order; none for a body that is JSON but no object.
 #[derive(Debug)]
 pub struct Outline {
     body: Bytes,
     members: Vec<Member>,
+    name_lengths: Lengths,
     /// Offset behind the opening brace; `None` for what is no object.
     open: Option<usize>,
 }
@@ -51,7 +69,7 @@ impl Outline {
 
     fn scan<'a>(body: &'a Bytes, mut visit: impl FnMut(&mut Reader<'a>, &str) -> JsonResult<()>) -> JsonResult<Self> {
         let mut reader = Reader::new(utf8(body)?);
-        let (mut members, mut open) = (Vec::new(), None);
+        let (mut members, mut name_lengths, mut open) = (Vec::new(), Lengths::default(), None);
         if reader.peek() == Some(b'{') {
             open = Some(reader.offset() + 1);
             members.reserve(MEMBERS_EXPECTED);
@@ -62,6 +80,7 @@ impl Outline {
                 let start = previous_end + gap.expect("a key was just read");
                 let spelled = body.get(start + 1..start + 1 + key.len()) == Some(key.as_bytes());
                 let escaped_key = (!spelled || body.get(start + 1 + key.len()) != Some(&b'"')).then(|| (&*key).into());
+                name_lengths.add(key.len());
                 reader.peek();
                 let value_start = reader.offset();
                 visit(reader, &key)?;
@@ -73,7 +92,7 @@ impl Outline {
             reader.skip()?;
         }
         reader.end()?;
-        Ok(Self { body: body.clone(), members, open })
+        Ok(Self { body: body.clone(), members, name_lengths, open })
     }
 
     /// The whole body.
@@ -100,6 +119,9 @@ impl Outline {
 
     /// Raw JSON of a member's value. Of several members with one name the last counts, as in the engines.
     pub fn raw(&self, key: &str) -> Option<&[u8]> {
+        if !self.name_lengths.may_have(key.len()) {
+            return None;
+        }
         let key = key.as_bytes();
         self.members.iter().rev().find(|it| self.name(it) == key).map(|member| &self.body[member.value.clone()])
     }

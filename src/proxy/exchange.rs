@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use infera_shards::{
-    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
+    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, boxed, time,
 };
 use tracing::{debug, warn};
 
@@ -71,11 +71,11 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
         record.outcome = Box::pin(refuse(ApiError::Overloaded { reason }, responder)).await;
         return;
     }
-    record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
+    record.outcome = match boxed(|| attempts(service, endpoint, request)).await {
         Ok(Served::ByOne(picked, response)) => relay(&service.shared, &picked, response, responder, received).await,
         Ok(Served::ByAPair(paired)) => {
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, paired, responder)).await {
+            match boxed(|| disaggregated::serve(service, paired, responder)).await {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(error, responder)).await,
             }

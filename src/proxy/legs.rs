@@ -10,7 +10,7 @@ use std::task::Poll;
 use std::time::Instant;
 
 use bytes::Bytes;
-use infera_shards::{Responder, UpstreamError, UpstreamErrorKind, UpstreamResponse};
+use infera_shards::{Responder, UpstreamError, UpstreamErrorKind, UpstreamResponse, boxed};
 use tracing::{debug, warn};
 
 use super::cleanup::{self, LegCall, PairGuard};
@@ -288,7 +288,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     let prefill_call = attempt.call(Role::Prefill, held_job, prefill_leg);
     let decode_call = attempt.call(Role::Decode, held_job, decode_leg);
     let progress = prefill_call.progress.clone();
-    let mut prefill = PrefillLeg::new(attempt, held_job, progress, Box::pin(prefill_to_its_end(prefill_call, booking)));
+    let mut prefill = PrefillLeg::new(attempt, held_job, progress, boxed(|| prefill_to_its_end(prefill_call, booking)));
     prefill.awaited_by(decode_call.progress.clone());
     // The decode leg ends with this block unless it has begun to answer.
     let decided = {
@@ -439,7 +439,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
     let booking = attempt.booking_of_the_leg();
     let call = attempt.call(Role::Prefill, held_job, leg);
     let progress = call.progress.clone();
-    let mut prefill = PrefillLeg::new(attempt, held_job, progress, Box::pin(prefill_to_its_end(call, booking)));
+    let mut prefill = PrefillLeg::new(attempt, held_job, progress, boxed(|| prefill_to_its_end(call, booking)));
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
             attempt.pair.prefill.succeeded(&attempt.service.shared);

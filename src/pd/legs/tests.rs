@@ -47,10 +47,11 @@ fn golden_bodies_of_every_protocol() {
         let leg = decode_leg(&pair, endpoint, &members, &ids, handoff.as_ref());
         assert_eq!(text(&leg), golden["decode"], "decode of {about}");
         assert_eq!(leg.request_id.as_deref(), golden["request_id"].as_str(), "{about}");
-        seen.insert((pair.protocol(), endpoint.path()));
+        let is_stream = members.raw("stream") == Some(b"true");
+        seen.insert((pair.protocol(), endpoint.path(), is_stream));
     }
-    // Three endpoints for five protocols, one for ATOM.
-    assert_eq!(seen.len(), 16);
+    // Three endpoints for five protocols, one for ATOM, each streaming and not.
+    assert_eq!(seen.len(), 32);
 }
 
 #[test]
