@@ -166,8 +166,8 @@ fn pairs(text: &str) -> Vec<(String, Value)> {
 
 /// What the edits mean, on parsed members: the last one of each member counts.
 fn model(mut list: Vec<(String, Value)>, edits: &Edits<'_>) -> Vec<(String, Value)> {
-    for (place, (key, change)) in edits.0.iter().enumerate() {
-        if edits.0[place + 1..].iter().any(|(later, _)| later == key) {
+    for (place, (key, change)) in edits.changes.iter().enumerate() {
+        if edits.changes[place + 1..].iter().any(|(later, _)| later == key) {
             continue;
         }
         let at = list.iter().position(|(known, _)| known == key);
