@@ -85,17 +85,14 @@ pub(super) async fn serve(
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
-        let next = next_pair(service, &route, endpoint, pins, sequences, &tried).and_then(|next| {
-            let reason = "every pair of the model left during the request".to_owned();
-            next.ok_or(ApiError::NoWorker { reason })
-        });
-        let pair = match next {
-            Ok(pair) => pair,
-            Err(error) => {
+        let pair = match next_pair(service, &route, endpoint, pins, sequences, &tried) {
+            Ok(Some(pair)) => pair,
+            none => {
                 if let Some(held) = held {
                     held.count_stranded(service);
                 }
-                return Err(error);
+                let reason = "every pair of the model left during the request".to_owned();
+                return Err(none.err().unwrap_or(ApiError::NoWorker { reason }));
             }
         };
         let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());

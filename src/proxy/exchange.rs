@@ -203,7 +203,8 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
 pub(super) async fn back_off(failed_attempts: usize) {
     let Some(doublings) = failed_attempts.checked_sub(2) else { return };
     let most_ms = limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX);
-    time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+    // Boxed: the timer is large and aligned to cache lines, which every request would inherit.
+    boxed(|| time::sleep(Duration::from_millis(fastrand::u64(..=most_ms)))).await;
 }
 
 /// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
