@@ -14,6 +14,7 @@ use super::legs::{self, Attempt, Ending, Job};
 use super::metrics::Outcome;
 use super::pair::{PairWish, PickedPair, Tried, pick_pair};
 use super::service::RouterService;
+use super::silence::Watched;
 use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
@@ -60,6 +61,7 @@ pub(super) async fn serve(
     service: &RouterService,
     paired: Box<Paired>,
     responder: &mut Responder,
+    watched: &Watched<'_>,
 ) -> Result<Outcome, ApiError> {
     let Paired { endpoint, route, request, outline } = *paired;
     let received = request.received;
@@ -103,7 +105,8 @@ pub(super) async fn serve(
             room = ids.room(),
             "pair"
         );
-        let mut attempt = Attempt { service, pair, ids, failed_before: tried.attempts() };
+        watched.asks_pair(&pair.prefill.handles, &pair.decode.handles, ids.room());
+        let mut attempt = Attempt { service, pair, ids, failed_before: tried.attempts(), watched };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }
@@ -113,7 +116,8 @@ pub(super) async fn serve(
             Ending::Retry { role, worker, held: left } => {
                 tried.add(role, worker);
                 held = left;
-                // What the failed attempt held must not be held while waiting, and KV that is left must not wait.
+                // What the failed attempt held must not be held while waiting. KV that waits is freed first: nobody would
+                // own it if the client left meanwhile.
                 drop(attempt);
                 if held.is_none() {
                     back_off(tried.attempts()).await;

@@ -15,13 +15,15 @@ use tracing::{debug, warn};
 
 use super::cleanup::{self, LegCall, PairGuard};
 use super::held::{Held, PrefillLeg};
+use super::keys::OutboundHeaders;
 use super::metrics::Outcome;
 use super::pair::PickedPair;
 use super::pick::Picked;
 use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
-use super::verdict::Standing;
+use super::silence::Watched;
+use super::verdict::{self, Standing};
 use crate::api::ApiError;
 use crate::limits;
 use crate::load::Booking;
@@ -51,6 +53,8 @@ pub(super) struct LegFailure {
     role: Role,
     worker: Name,
     reason: String,
+    /// What the worker said, for the client alone: it may quote the prompt or a key.
+    said: String,
     phase: &'static str,
     is_timeout: bool,
     blame: Blame,
@@ -69,11 +73,26 @@ impl LegFailure {
             UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout
         );
         let (reason, phase) = (error.to_string(), error.phase());
-        Self { role, worker: worker.clone(), reason, phase, is_timeout, blame: Blame::Transport(error) }
+        Self {
+            role,
+            worker: worker.clone(),
+            reason,
+            said: String::new(),
+            phase,
+            is_timeout,
+            blame: Blame::Transport(error),
+        }
+    }
+
+    fn key_refused(role: Role, worker: &Name) -> Self {
+        let reason = "it does not accept this router's key".to_owned();
+        let blame = Blame::Answer(Standing::KeyRefused);
+        Self { role, worker: worker.clone(), reason, said: String::new(), phase: "key", is_timeout: false, blame }
     }
 
     fn into_error(self) -> ApiError {
-        let reason = format!("{} worker {} failed ({}): {}", self.role.as_str(), self.worker, self.phase, self.reason);
+        let Self { worker, phase, reason, said, .. } = &self;
+        let reason = format!("{} worker {worker} failed ({phase}): {reason}{said}", self.role.as_str());
         if self.is_timeout { ApiError::WorkerTimeout { reason } } else { ApiError::WorkerFailed { reason } }
     }
 }
@@ -86,6 +105,17 @@ pub(super) enum PrefillEnd {
     Failed(LegFailure),
 }
 
+impl PrefillEnd {
+    fn standing(&self, outbound: &OutboundHeaders) -> Standing {
+        match self {
+            PrefillEnd::Done(_) => Standing::Fine,
+            PrefillEnd::Declined(answer) => Standing::of(answer, outbound),
+            PrefillEnd::Failed(LegFailure { blame: Blame::Answer(standing), .. }) => *standing,
+            PrefillEnd::Failed(LegFailure { blame: Blame::Transport(_), .. }) => Standing::Fault,
+        }
+    }
+}
+
 pub(super) type PrefillFuture = Pin<Box<dyn Future<Output = PrefillEnd>>>;
 
 /// Everything of one attempt but the client.
@@ -95,6 +125,7 @@ pub(super) struct Attempt<'a> {
     pub ids: AttemptIds,
     /// Attempts of the request that failed before this one.
     pub failed_before: usize,
+    pub watched: &'a Watched<'a>,
 }
 
 /// Runs one attempt. `job` is taken once nothing can be tried again, so that a long answer does not hold the prompt.
@@ -205,7 +236,7 @@ impl Attempt<'_> {
     fn answering<'b>(&'b self, received: Instant, is_complete: &'b Cell<bool>) -> Answering<'b> {
         let PickedPair { prefill, decode, .. } = &self.pair;
         let handles = (&prefill.handles, &decode.handles);
-        Answering { handles, decode_worker: &decode.worker.id, received, is_complete }
+        Answering { handles, decode_worker: &decode.worker.id, received, watched: self.watched, is_complete }
     }
 }
 
@@ -238,13 +269,15 @@ async fn next_event(
 fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
     async move {
         let sent = call.send().await;
+        let standing = sent.as_ref().ok().map(|response| Standing::of(response, &call.side.shared.settings.outbound));
         let worker = call.worker.clone();
         drop(call);
         let end = match sent {
             Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker.id, error)),
-            Ok(response) => match Standing::of(&response) {
+            Ok(response) => match standing.unwrap_or(Standing::Fault) {
+                Standing::KeyRefused => PrefillEnd::Failed(LegFailure::key_refused(Role::Prefill, &worker.id)),
                 Standing::Refused | Standing::Overloaded(_) => PrefillEnd::Declined(response),
-                Standing::Fine | Standing::Fault => read_to_its_end(&worker.id, response).await,
+                standing @ (Standing::Fine | Standing::Fault) => read_to_its_end(&worker.id, response, standing).await,
             },
         };
         if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
@@ -255,22 +288,23 @@ fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Ou
     }
 }
 
-async fn read_to_its_end(worker: &Name, response: UpstreamResponse) -> PrefillEnd {
+async fn read_to_its_end(worker: &Name, response: UpstreamResponse, standing: Standing) -> PrefillEnd {
     if response.status.is_success() {
         return match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
             Ok(body) => PrefillEnd::Done(body),
             Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, worker, error)),
         };
     }
-    let (status, blame) = (response.status, Blame::Answer(Standing::of(&response)));
+    let status = response.status;
     let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
     PrefillEnd::Failed(LegFailure {
         role: Role::Prefill,
         worker: worker.clone(),
-        reason: format!("status {}: {}", status.as_u16(), String::from_utf8_lossy(&body)),
+        reason: format!("status {}", status.as_u16()),
+        said: format!(": {}", String::from_utf8_lossy(&body)),
         phase: "status",
         is_timeout: false,
-        blame,
+        blame: Blame::Answer(standing),
     })
 }
 
@@ -324,7 +358,8 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
                 );
             }
             Some(PrefillEnd::Declined(answer)) => {
-                attempt.pair.prefill.answered(&attempt.service.shared, Standing::of(&answer));
+                let standing = Standing::of(&answer, &attempt.service.shared.settings.outbound);
+                attempt.pair.prefill.answered(&attempt.service.shared, standing);
             }
             None => {}
         }
@@ -335,10 +370,16 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
         match prefill {
             None => guard.disarm(),
             Some(prefill) => {
-                // Decode's whole answer shows that the KV came; the rest of the leg has nothing to add.
+                // Decode's whole answer shows that the KV came.
                 attempt.pair.prefill.succeeded(&attempt.service.shared);
                 let limit = attempt.service.shared.settings.disaggregation.prefill_drain_timeout;
-                cleanup::drain(async move { matches!(prefill.await, PrefillEnd::Done(_)) }, guard, limit);
+                let (side, worker) = (attempt.service.side.clone(), attempt.pair.prefill.worker.clone());
+                let rest = async move {
+                    let end = prefill.await;
+                    verdict::late(&side.shared, &worker, end.standing(&side.shared.settings.outbound));
+                    matches!(end, PrefillEnd::Done(_))
+                };
+                cleanup::drain(rest, guard, limit);
             }
         }
     }
@@ -389,21 +430,25 @@ async fn decode_failed(
     is_with_decode: bool,
     responder: &mut Responder,
 ) -> Ending {
-    match outcome {
+    let settings = &attempt.service.shared.settings;
+    let worker = &attempt.pair.decode.worker.id;
+    let (failure, held) = match outcome {
+        // It has done nothing for the request: the KV waits on.
+        Ok(response) if Standing::of(&response, &settings.outbound) == Standing::KeyRefused => {
+            (LegFailure::key_refused(Role::Decode, worker), held)
+        }
         Ok(response) => {
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
-            answered_badly(attempt, Role::Decode, response, held, responder).await
+            return answered_badly(attempt, Role::Decode, response, held, responder).await;
         }
-        Err(error) => {
-            // An engine that had the request frees its KV when the connection breaks.
-            let held = held.filter(|_| !is_with_decode);
-            let is_retried = attempt.takes_retry(Role::Decode);
-            if let (Some(_), false) = (&held, is_retried) {
-                cleanup::stranded(&attempt.service.shared, &attempt.pair.prefill.worker.id);
-            }
-            attempt.failed(LegFailure::of(Role::Decode, &attempt.pair.decode.worker.id, error), held, is_retried)
-        }
+        // An engine that had the request frees its KV when the connection breaks.
+        Err(error) => (LegFailure::of(Role::Decode, worker, error), held.filter(|_| !is_with_decode)),
+    };
+    let is_retried = attempt.takes_retry(Role::Decode);
+    if let (Some(_), false) = (&held, is_retried) {
+        cleanup::stranded(&attempt.service.shared, &attempt.pair.prefill.worker.id);
     }
+    attempt.failed(failure, held, is_retried)
 }
 
 /// A leg's answer ends the attempt by its status: another pair is tried where it may do better, else the worker's own
@@ -415,7 +460,8 @@ async fn answered_badly(
     held: Option<Held>,
     responder: &mut Responder,
 ) -> Ending {
-    let (picked, standing) = (attempt.picked(role), Standing::of(&answer));
+    let settings = &attempt.service.shared.settings;
+    let (picked, standing) = (attempt.picked(role), Standing::of(&answer, &settings.outbound));
     picked.answered(&attempt.service.shared, standing);
     if standing.is_worth_a_retry() && attempt.takes_retry(role) {
         let (leg, worker) = (role.as_str(), &picked.worker.id);
@@ -455,8 +501,15 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
             let worker = attempt.pair.prefill.worker.id.clone();
             let reason = error.to_string();
             let blame = Blame::Answer(Standing::Fault);
-            let failure =
-                LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false, blame };
+            let failure = LegFailure {
+                role: Role::Prefill,
+                worker,
+                reason,
+                said: String::new(),
+                phase: "handoff",
+                is_timeout: false,
+                blame,
+            };
             return attempt.failed(failure, None, attempt.takes_retry(Role::Prefill));
         }
     };

@@ -9,9 +9,11 @@ use http::StatusCode;
 use infera_shards::{UpstreamError, UpstreamErrorKind, UpstreamResponse};
 use tracing::{info, warn};
 
+use super::keys::OutboundHeaders;
 use super::pick::Picked;
 use super::shared::Shared;
 use crate::breaker::Change;
+use crate::fleet::Worker;
 
 /// How an answer of a worker counts before its body is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +22,9 @@ pub(super) enum Standing {
     Fine,
     /// The client's own mistake: says nothing about the worker.
     Refused,
+    /// The worker does not take this router's key. Its words are not for the client, whose key that is not: they may
+    /// quote it. No fault: a path that wants another key must not open a worker for all others.
+    KeyRefused,
     /// The worker is alive and wants to be left alone for a while, if it said for how long.
     Overloaded(Option<Duration>),
     Fault,
@@ -27,7 +32,7 @@ pub(super) enum Standing {
 
 impl Standing {
     /// A 429 is no fault, nor is a 503 that says when to come back; all other 5xx are.
-    pub fn of(response: &UpstreamResponse) -> Self {
+    pub fn of(response: &UpstreamResponse, outbound: &OutboundHeaders) -> Self {
         let retry_after = || response.head.get("retry-after").and_then(retry_after);
         match response.status {
             StatusCode::TOO_MANY_REQUESTS => Standing::Overloaded(retry_after()),
@@ -35,6 +40,7 @@ impl Standing {
                 Some(delay) => Standing::Overloaded(Some(delay)),
                 None => Standing::Fault,
             },
+            StatusCode::UNAUTHORIZED if outbound.has_worker_key() => Standing::KeyRefused,
             status if status.is_server_error() => Standing::Fault,
             status if status.is_client_error() => Standing::Refused,
             _ => Standing::Fine,
@@ -43,7 +49,7 @@ impl Standing {
 
     /// Whether another worker may do better.
     pub fn is_worth_a_retry(self) -> bool {
-        matches!(self, Standing::Overloaded(_) | Standing::Fault)
+        matches!(self, Standing::Overloaded(_) | Standing::KeyRefused | Standing::Fault)
     }
 }
 
@@ -70,14 +76,14 @@ impl Picked {
     /// The worker has answered to the end, and well.
     pub fn succeeded(&self, shared: &Shared) {
         let change = shared.settings.breaker.succeeded(&self.worker.health, self.probe.take());
-        self.tell(change);
+        tell(&self.worker, change);
     }
 
     /// The worker has failed the request: its session is free to go elsewhere.
     pub fn failed(&self, shared: &Shared) {
         self.free_session();
         let change = shared.settings.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
-        self.tell(change);
+        tell(&self.worker, change);
     }
 
     /// The exchange with the worker has failed. Want of descriptors or ports of our own is not the worker's fault.
@@ -93,6 +99,11 @@ impl Picked {
         match standing {
             Standing::Fine | Standing::Refused => {}
             Standing::Fault => self.failed(shared),
+            Standing::KeyRefused => {
+                warn!(worker = &*self.worker.id, "a worker does not accept this router's key (--worker-api-key-file)");
+                self.free_session();
+                drop(self.probe.take());
+            }
             Standing::Overloaded(delay) => {
                 self.free_session();
                 drop(self.probe.take());
@@ -108,16 +119,26 @@ impl Picked {
             session.failed();
         }
     }
+}
 
-    fn tell(&self, change: Option<Change>) {
-        let worker = &*self.worker.id;
-        match change {
-            Some(Change::Opened { for_ms }) => {
-                warn!(worker, for_ms, "a worker has failed too often in a row and gets no requests for a while");
-            }
-            Some(Change::Closed) => info!(worker, "a worker that had failed serves again"),
-            None => {}
+/// A leg that ends when its request is over can still say that its worker is to be left alone.
+pub(super) fn late(shared: &Shared, worker: &Worker, standing: Standing) {
+    let (breaker, health, now_ms) = (&shared.settings.breaker, &worker.health, shared.now_ms());
+    match standing {
+        Standing::Fault => tell(worker, breaker.faulted(health, None, now_ms)),
+        Standing::Overloaded(Some(delay)) => breaker.overloaded(health, delay, now_ms),
+        Standing::Fine | Standing::Refused | Standing::KeyRefused | Standing::Overloaded(None) => {}
+    }
+}
+
+fn tell(worker: &Worker, change: Option<Change>) {
+    let worker = &*worker.id;
+    match change {
+        Some(Change::Opened { for_ms }) => {
+            warn!(worker, for_ms, "a worker has failed too often in a row and gets no requests for a while");
         }
+        Some(Change::Closed) => info!(worker, "a worker that had failed serves again"),
+        None => {}
     }
 }
 
