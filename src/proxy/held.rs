@@ -13,7 +13,8 @@ use std::task::Poll;
 use infera_shards::{Request, SendProgress, spawn_local, time};
 
 use super::cleanup::{self, LegCall, ShardSide};
-use super::legs::{Attempt, Job, PrefillEnd, PrefillFuture};
+use super::leg_end::{PrefillEnd, PrefillFuture};
+use super::legs::{Attempt, Job};
 use super::pair::PairPeers;
 use super::service::RouterService;
 use crate::fleet::Worker;

@@ -9,13 +9,12 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::Instant;
 
-use bytes::Bytes;
-use infera_shards::{Responder, UpstreamError, UpstreamErrorKind, UpstreamResponse, boxed};
+use infera_shards::{Responder, UpstreamError, UpstreamResponse, boxed};
 use tracing::{debug, warn};
 
 use super::cleanup::{self, LegCall, PairGuard};
 use super::held::{Held, PrefillLeg};
-use super::keys::OutboundHeaders;
+use super::leg_end::{Blame, LegFailure, PrefillEnd, PrefillFuture, prefill_to_its_end};
 use super::metrics::Outcome;
 use super::pair::PickedPair;
 use super::pick::Picked;
@@ -25,7 +24,6 @@ use super::shared::PrefillRelease;
 use super::silence::Watched;
 use super::verdict::{self, Standing};
 use crate::api::ApiError;
-use crate::limits;
 use crate::load::Booking;
 use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Schedule, StreamFailure};
 use crate::worker::{Name, Role};
@@ -47,76 +45,6 @@ pub(super) enum Ending {
     /// Nothing reached the client; another pair may serve.
     Retry { role: Role, worker: Name, held: Option<Held> },
 }
-
-/// A failed leg, in words that name it.
-pub(super) struct LegFailure {
-    role: Role,
-    worker: Name,
-    reason: String,
-    /// What the worker said, for the client alone: it may quote the prompt or a key.
-    said: String,
-    phase: &'static str,
-    is_timeout: bool,
-    blame: Blame,
-}
-
-/// What a failed leg says of its worker.
-enum Blame {
-    Transport(UpstreamError),
-    Answer(Standing),
-}
-
-impl LegFailure {
-    fn of(role: Role, worker: &Name, error: UpstreamError) -> Self {
-        let is_timeout = matches!(
-            error.kind,
-            UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout
-        );
-        let (reason, phase) = (error.to_string(), error.phase());
-        Self {
-            role,
-            worker: worker.clone(),
-            reason,
-            said: String::new(),
-            phase,
-            is_timeout,
-            blame: Blame::Transport(error),
-        }
-    }
-
-    fn key_refused(role: Role, worker: &Name) -> Self {
-        let reason = "it does not accept this router's key".to_owned();
-        let blame = Blame::Answer(Standing::KeyRefused);
-        Self { role, worker: worker.clone(), reason, said: String::new(), phase: "key", is_timeout: false, blame }
-    }
-
-    fn into_error(self) -> ApiError {
-        let Self { worker, phase, reason, said, .. } = &self;
-        let reason = format!("{} worker {worker} failed ({phase}): {reason}{said}", self.role.as_str());
-        if self.is_timeout { ApiError::WorkerTimeout { reason } } else { ApiError::WorkerFailed { reason } }
-    }
-}
-
-/// How a prefill leg ended.
-pub(super) enum PrefillEnd {
-    Done(Bytes),
-    /// An answer that is the client's to read unless another pair may do better: a 4xx, or the wish to be left alone.
-    Declined(UpstreamResponse),
-    Failed(LegFailure),
-}
-
-impl PrefillEnd {
-    fn standing(&self, outbound: &OutboundHeaders) -> Standing {
-        match self {
-            PrefillEnd::Done(_) => Standing::Fine,
-            PrefillEnd::Declined(answer) => Standing::of(answer, outbound),
-            PrefillEnd::Failed(LegFailure { blame: Blame::Answer(standing), .. }) => *standing,
-            PrefillEnd::Failed(LegFailure { blame: Blame::Transport(_), .. }) => Standing::Fault,
-        }
-    }
-}
-
-pub(super) type PrefillFuture = Pin<Box<dyn Future<Output = PrefillEnd>>>;
 
 /// Everything of one attempt but the client.
 pub(super) struct Attempt<'a> {
@@ -262,50 +190,6 @@ async fn next_event(
         decode.as_mut().poll(context).map(Event::Decode)
     })
     .await
-}
-
-// An `async fn` would keep the call twice: as its argument and as its local.
-#[allow(clippy::manual_async_fn)]
-fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
-    async move {
-        let sent = call.send().await;
-        let standing = sent.as_ref().ok().map(|response| Standing::of(response, &call.side.shared.settings.outbound));
-        let worker = call.worker.clone();
-        drop(call);
-        let end = match sent {
-            Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker.id, error)),
-            Ok(response) => match standing.unwrap_or(Standing::Fault) {
-                Standing::KeyRefused => PrefillEnd::Failed(LegFailure::key_refused(Role::Prefill, &worker.id)),
-                Standing::Refused | Standing::Overloaded(_) => PrefillEnd::Declined(response),
-                standing @ (Standing::Fine | Standing::Fault) => read_to_its_end(&worker.id, response, standing).await,
-            },
-        };
-        if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
-            booking.note_complete();
-        }
-        drop(booking);
-        end
-    }
-}
-
-async fn read_to_its_end(worker: &Name, response: UpstreamResponse, standing: Standing) -> PrefillEnd {
-    if response.status.is_success() {
-        return match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
-            Ok(body) => PrefillEnd::Done(body),
-            Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, worker, error)),
-        };
-    }
-    let status = response.status;
-    let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
-    PrefillEnd::Failed(LegFailure {
-        role: Role::Prefill,
-        worker: worker.clone(),
-        reason: format!("status {}", status.as_u16()),
-        said: format!(": {}", String::from_utf8_lossy(&body)),
-        phase: "status",
-        is_timeout: false,
-        blame: Blame::Answer(standing),
-    })
 }
 
 /// Both legs at once. The client gets decode's answer once its first byte is there; until then whichever leg fails
@@ -498,18 +382,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         Ok(handoff) => handoff,
         Err(error) => {
             prefill.disarm();
-            let worker = attempt.pair.prefill.worker.id.clone();
-            let reason = error.to_string();
-            let blame = Blame::Answer(Standing::Fault);
-            let failure = LegFailure {
-                role: Role::Prefill,
-                worker,
-                reason,
-                said: String::new(),
-                phase: "handoff",
-                is_timeout: false,
-                blame,
-            };
+            let failure = LegFailure::of_handoff(&attempt.pair.prefill.worker.id, &error);
             return attempt.failed(failure, None, attempt.takes_retry(Role::Prefill));
         }
     };

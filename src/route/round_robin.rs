@@ -5,13 +5,13 @@ use hashbrown::HashMap;
 
 use crate::worker::{Name, Role};
 
-/// The next place per role.
-type Places = [usize; Role::Decode as usize + 1];
+const ROLES: usize = Role::Decode as usize + 1;
 
 /// Rotation state of one shard.
 pub struct RoundRobin {
     first: usize,
-    next: HashMap<Name, Places>,
+    /// The next place per role.
+    next: HashMap<Name, [usize; ROLES]>,
 }
 
 impl RoundRobin {
@@ -26,7 +26,7 @@ impl RoundRobin {
         }
         let places = match self.next.get_mut(model) {
             Some(places) => places,
-            None => self.next.entry(model.clone()).or_insert([self.first; size_of::<Places>() / size_of::<usize>()]),
+            None => self.next.entry(model.clone()).or_insert([self.first; ROLES]),
         };
         let next = &mut places[role as usize];
         let picked = candidates[*next % candidates.len()];
