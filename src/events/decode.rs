@@ -372,6 +372,7 @@ impl Decoder {
 
     /// Whether the event names one hash twice, or a block as its own ancestor.
     fn has_hash_twice(&mut self, parent: Option<EngineHash>) -> bool {
+        // More names than this would meet in those bits by chance, as often as not.
         if self.hashes.len() <= 64 && !self.may_have_hash_twice(parent) {
             return false;
         }

@@ -148,15 +148,15 @@ impl Core {
         }
     }
 
-    /// Returns how long to sleep until memory may be given back, in ms (-1: there is none to give).
+    /// Gives memory back when it is time to; returns how long to sleep until it may be, in ms (-1: there is none to give).
     fn release_if_quiet(&mut self, is_busy: bool) -> i64 {
-        self.release.turn(is_busy, Instant::now()).map_or_else(
-            |wait_ms| wait_ms,
-            |()| {
+        match self.release.turn(is_busy, Instant::now()) {
+            Err(wait_ms) => wait_ms,
+            Ok(()) => {
                 infera_shards::release_free_memory();
                 -1
-            },
-        )
+            }
+        }
     }
 
     fn drain_ledger(&mut self) {

@@ -20,8 +20,8 @@ impl Release {
         self.quiet_since = Some(now);
     }
 
-    /// Called with each turn of the loop; `is_busy` says whether anything came in it. Returns whether to release now, and
-    /// else how long to sleep until that may be due, ms (-1: nothing to do).
+    /// Called with each turn of the loop; `is_busy` says whether anything came in it. `Ok` is to release now, once; `Err` says
+    /// how long to sleep until that may be due, in ms (-1: nothing to do).
     pub fn turn(&mut self, is_busy: bool, now: Instant) -> Result<(), i64> {
         let since = self.quiet_since.as_mut().ok_or(-1i64)?;
         if is_busy {
