@@ -408,7 +408,7 @@ impl Rules {
         let Some(name @ Tree::Text(_)) = tool.take("name") else {
             return Err(NoBlocks::Unsupported("a tool without a name"));
         };
-        if self.is_vllm() && schema.get("type").is_none() {
+        if schema.get("type").is_none() {
             schema.set("type", Tree::text("object"));
         }
         let description = tool.take("description").filter(|description| !description.is_null());
@@ -418,10 +418,10 @@ impl Rules {
             function.set("description", description);
         }
         function.set("parameters", Tree::Map(schema));
-        // SGLang's model writes a `strict` of null where none is given.
+        // SGLang's model writes `strict` where none is given.
         match tool.take("strict").filter(|strict| !strict.is_null()) {
             Some(strict) => function.set("strict", strict),
-            None if !self.is_vllm() && self.purpose == Purpose::Render => function.set("strict", Tree::Null),
+            None if !self.is_vllm() && self.purpose == Purpose::Render => function.set("strict", Tree::Bool(false)),
             None => {}
         }
         let mut out = Map(vec![("type".into(), Tree::text("function")), ("function".into(), Tree::Map(function))]);

@@ -8,13 +8,13 @@ use bytes::Bytes;
 use http::StatusCode;
 use infera_shards::{
     RelayOutcome, Request, Responder, Response, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
-    time,
+    boxed, time,
 };
 use tracing::{debug, warn};
 
 use super::dialect::{Dialect, is_stream};
 use super::direct::{self, Named};
-use super::disaggregated;
+use super::disaggregated::{self, Paired};
 use super::messages::{self, Chat, Said, Trouble, is_by_load};
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::pick::{NoPick, Picked, Wish, pick};
@@ -78,16 +78,13 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
         return;
     }
     let watched = Watched::new(&service.streams);
-    record.outcome = match Box::pin(attempts(service, endpoint, request, &watched)).await {
+    record.outcome = match boxed(|| attempts(service, endpoint, request, &watched)).await {
         Ok(Served::ByOne(picked, response, dialect)) => {
             relay(&service.shared, &picked, (response, &dialect), responder, (received, &watched)).await
         }
         Ok(Served::ByAPair(paired)) => {
-            let Paired { endpoint, route, request, outline, dialect: of_pair } = *paired;
             record.serve_as(RouterLabel::Disagg);
-            let pair = (endpoint, route);
-            match Box::pin(disaggregated::serve(service, pair, (request, outline), of_pair, responder, &watched)).await
-            {
+            match boxed(|| disaggregated::serve(service, paired, responder, &watched)).await {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(&dialect, error, responder)).await,
             }
@@ -130,15 +127,6 @@ enum Served {
     Refused(Response),
     /// A prefill and a decode worker, still to be picked.
     ByAPair(Box<Paired>),
-}
-
-/// A request for a pair, as far as it is known.
-struct Paired {
-    endpoint: PdEndpoint,
-    route: Route,
-    request: Request,
-    outline: Option<Outline>,
-    dialect: Dialect,
 }
 
 /// What a request is, as far as it can be said without waiting.
@@ -267,7 +255,8 @@ async fn attempts(
 /// while, so that a failing fleet is not asked by everybody in step.
 pub(super) async fn back_off(failed_attempts: usize) {
     if let Some(most_ms) = longest_delay_ms(failed_attempts) {
-        time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+        // Boxed: the timer is large and aligned to cache lines, which every request would inherit.
+        boxed(|| time::sleep(Duration::from_millis(fastrand::u64(..=most_ms)))).await;
     }
 }
 

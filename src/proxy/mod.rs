@@ -11,6 +11,7 @@ mod disaggregated;
 mod exchange;
 mod held;
 mod keys;
+mod leg_end;
 mod legs;
 mod messages;
 mod metrics;

@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
-use std::rc::Rc;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -22,13 +22,13 @@ use crate::worker::Name;
 
 /// Who answers, and whose figures the answer belongs to.
 pub(super) struct Answering<'a> {
-    pub prefill: Handles,
-    pub decode: Handles,
-    pub decode_worker: Name,
+    /// Of the prefill and of the decode worker.
+    pub handles: (&'a Handles, &'a Handles),
+    pub decode_worker: &'a Name,
     pub received: Instant,
     pub watched: &'a Watched<'a>,
     /// Set as soon as the answer is known to be whole, also when the client leaves right behind it.
-    pub is_complete: Rc<Cell<bool>>,
+    pub is_complete: &'a Cell<bool>,
 }
 
 /// How an answer went.
@@ -47,7 +47,7 @@ pub(super) struct StreamObserver<'a> {
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
     /// Set at a stream's terminator; then the stream is whole only with one.
-    is_complete: Option<Rc<Cell<bool>>>,
+    is_complete: Option<&'a Cell<bool>>,
 }
 
 impl<'a> StreamObserver<'a> {
@@ -60,7 +60,7 @@ impl<'a> StreamObserver<'a> {
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
     fn of_decode(is_stream: bool, answering: &Answering<'a>) -> Self {
-        let is_complete = Some(answering.is_complete.clone());
+        let is_complete = Some(answering.is_complete);
         Self { is_complete, ..Self::of_a_worker(is_stream, answering.watched) }
     }
 
@@ -103,22 +103,18 @@ pub(super) async fn relay_decode(
     dialect: &Dialect,
     responder: &mut Responder,
     answering: Answering<'_>,
-    mut beside: impl FnMut(&mut Context<'_>),
+    beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
     let is_stream = is_stream(&response);
-    let worker = &answering.decode_worker;
+    let worker = answering.decode_worker;
     let mut observer = StreamObserver::of_decode(is_stream, &answering);
-    let outcome = {
-        let mut relaying = dialect.passing(response, responder, &mut observer);
-        poll_fn(|context| {
-            let outcome = relaying.as_mut().poll(context);
-            if outcome.is_pending() {
-                beside(context);
-            }
-            outcome
-        })
-        .await
+    let outcome = match dialect.is_translated() {
+        true => relay_beside(dialect.passing(response, responder, &mut observer), beside).await,
+        false => {
+            let relaying = pin!(responder.relay(response, dialect.as_it_came(is_stream, &mut observer)));
+            relay_beside(relaying, beside).await
+        }
     };
     let failure = observer.failure();
     match outcome {
@@ -128,7 +124,7 @@ pub(super) async fn relay_decode(
         }
         RelayOutcome::Complete => {
             if status == StatusCode::OK {
-                count((&answering.prefill, &answering.decode), answering.received, &observer.answer);
+                count(answering.handles, answering.received, &observer.answer);
             }
             Answer { outcome: Outcome::from(status), is_whole: true, failure }
         }
@@ -146,6 +142,20 @@ pub(super) async fn relay_decode(
             Answer { outcome: Outcome::StreamFailed, is_whole: answering.is_complete.get(), failure }
         }
     }
+}
+
+async fn relay_beside(
+    mut relaying: impl Future<Output = RelayOutcome> + Unpin,
+    mut beside: impl FnMut(&mut Context<'_>),
+) -> RelayOutcome {
+    poll_fn(|context| {
+        let outcome = Pin::new(&mut relaying).poll(context);
+        if outcome.is_pending() {
+            beside(context);
+        }
+        outcome
+    })
+    .await
 }
 
 /// Passes on an answer that ends the request as it is: a leg's refusal, in its own words.
