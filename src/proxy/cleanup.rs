@@ -13,6 +13,7 @@ use http::{HeaderName, HeaderValue, Method, header};
 use infera_shards::{SendProgress, Upstream, UpstreamError, UpstreamRequest, UpstreamResponse, spawn_local, time};
 use tracing::{debug, warn};
 
+use super::live::LiveSettings;
 use super::shared::Shared;
 use crate::fleet::Worker;
 use crate::limits;
@@ -24,7 +25,7 @@ const ABORT_PATH: &str = "/abort_request";
 
 /// One request to one worker of a pair, with everything it needs, so that it can outlive the request it serves.
 pub(super) struct LegCall {
-    pub shared: Arc<Shared>,
+    pub live: Rc<LiveSettings>,
     pub upstream: Upstream,
     pub worker: Arc<Worker>,
     pub address: SocketAddr,
@@ -41,7 +42,7 @@ pub(super) struct LegCall {
 impl LegCall {
     /// Sends and waits for the head. To be dropped with the head's arrival, which lets the bodies go.
     pub async fn send(&self) -> Result<UpstreamResponse, UpstreamError> {
-        let outbound = &self.shared.settings.outbound;
+        let outbound = &self.live.outbound;
         let set = self.own_headers();
         let request = UpstreamRequest {
             address: self.address,
@@ -73,7 +74,7 @@ impl LegCall {
     }
 
     fn own_headers(&self) -> Cow<'_, [(HeaderName, HeaderValue)]> {
-        let own = self.shared.settings.outbound.own();
+        let own = self.live.outbound.own();
         if self.rank.is_none() && self.request_id.is_none() {
             return Cow::Borrowed(own);
         }
@@ -145,7 +146,7 @@ impl Drop for PairGuard {
 }
 
 async fn abort(shared: &Shared, upstream: &Upstream, worker: &Worker, address: SocketAddr, rid: &str) -> bool {
-    let mut set = shared.settings.outbound.own().to_vec();
+    let mut set = shared.live.load().outbound.own().to_vec();
     set.push((header::CONTENT_TYPE, HeaderValue::from_static("application/json")));
     let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
     let request = UpstreamRequest {

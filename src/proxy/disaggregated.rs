@@ -84,7 +84,7 @@ pub(super) async fn serve(
             return Err(ApiError::NoWorker { reason });
         };
         let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());
-        let retries_left = (tried.attempts() as u32) < service.shared.settings.retries_max
+        let retries_left = (tried.attempts() as u32) < service.live().retries_max
             && service.retry_budget.has_one(service.shared.now_ms());
         debug!(
             prefill = &*pair.prefill.worker.id,

@@ -14,6 +14,7 @@ use infera_shards::{Request, SendProgress, Upstream, spawn_local, time};
 
 use super::cleanup::{self, LegCall};
 use super::legs::{Attempt, Job, PrefillEnd, PrefillFuture};
+use super::live::LiveSettings;
 use super::pair::PairPeers;
 use super::service::RouterService;
 use super::shared::Shared;
@@ -36,6 +37,7 @@ pub(super) struct Held {
 /// A decode worker that may free it; outlives the attempt that picked it.
 struct Way {
     shared: Arc<Shared>,
+    live: Rc<LiveSettings>,
     upstream: Upstream,
     peers: PairPeers,
     worker: Arc<Worker>,
@@ -48,6 +50,7 @@ impl Way {
         let picked = &attempt.pair.decode;
         Self {
             shared: attempt.service.shared.clone(),
+            live: attempt.service.live(),
             upstream: attempt.service.context.upstream.clone(),
             peers: attempt.pair.peers.clone(),
             worker: picked.worker.clone(),
@@ -72,7 +75,7 @@ impl Held {
         }
         let leg = pd::release_leg(&pair, self.endpoint, &members, &self.ids, self.handoff.as_ref());
         let call = LegCall {
-            shared: way.shared.clone(),
+            live: way.live,
             upstream: way.upstream,
             worker: way.worker,
             address: way.address,

@@ -115,7 +115,7 @@ impl Attempt<'_> {
         match (answer.failure, answer.outcome) {
             (Some(StreamFailure::Worker), _) => self.pair.decode.failed(shared),
             (Some(StreamFailure::Client), _) | (None, Outcome::StreamFailed) => {}
-            (None, _) => self.pair.decode.succeeded(shared),
+            (None, _) => self.pair.decode.succeeded(),
         }
         if answer.is_whole {
             self.pair.prefill.completed();
@@ -131,7 +131,7 @@ impl Attempt<'_> {
     fn call(&self, role: Role, job: &Job, leg: Leg) -> LegCall {
         let picked = self.picked(role);
         LegCall {
-            shared: self.service.shared.clone(),
+            live: self.service.live(),
             upstream: self.service.context.upstream.clone(),
             worker: picked.worker.clone(),
             address: picked.address,
@@ -153,7 +153,7 @@ impl Attempt<'_> {
 
     /// The prefill booking, if it goes with the prefill leg instead of with the decode answer.
     fn booking_of_the_leg(&mut self) -> Option<Booking> {
-        match self.service.shared.settings.disaggregation.prefill_release {
+        match self.service.live().disaggregation.prefill_release {
             PrefillRelease::Completion => self.pair.prefill.booking.take(),
             PrefillRelease::Decode => None,
         }
@@ -282,7 +282,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     let response = loop {
         match next_event(&mut prefill.future, &mut decode).await {
             Event::Prefill(PrefillEnd::Done(_)) => {
-                attempt.pair.prefill.succeeded(&attempt.service.shared);
+                attempt.pair.prefill.succeeded();
                 prefill.answered(None);
             }
             Event::Prefill(PrefillEnd::Refused(refusal)) => {
@@ -313,7 +313,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     let answer = relay_decode(response, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
         match poll_beside(&mut prefill, context) {
-            Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(&attempt.service.shared),
+            Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(),
             Some(PrefillEnd::Failed(failure)) => {
                 debug!(
                     worker = &*failure.worker,
@@ -330,7 +330,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
         match prefill {
             None => guard.disarm(),
             Some(prefill) => {
-                let limit = attempt.service.shared.settings.disaggregation.prefill_drain_timeout;
+                let limit = attempt.service.live().disaggregation.prefill_drain_timeout;
                 cleanup::drain(async move { matches!(prefill.await, PrefillEnd::Done(_)) }, guard, limit);
             }
         }
@@ -390,7 +390,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
     let mut prefill = PrefillLeg::new(attempt, held_job, progress, Box::pin(prefill_to_its_end(call, booking)));
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
-            attempt.pair.prefill.succeeded(&attempt.service.shared);
+            attempt.pair.prefill.succeeded();
             answer
         }
         PrefillEnd::Refused(refusal) => {

@@ -10,6 +10,7 @@ mod exchange;
 mod held;
 mod keys;
 mod legs;
+mod live;
 mod metrics;
 mod observe;
 mod pair;
@@ -26,6 +27,7 @@ mod steering;
 mod verdict;
 
 pub use keys::{ClientKeys, OutboundHeaders};
+pub use live::{LiveCell, LiveSettings};
 pub use metrics::RequestMetrics;
 pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{

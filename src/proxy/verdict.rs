@@ -68,15 +68,15 @@ impl Picked {
     }
 
     /// The worker has answered to the end, and well.
-    pub fn succeeded(&self, shared: &Shared) {
-        let change = shared.settings.breaker.succeeded(&self.worker.health, self.probe.take());
+    pub fn succeeded(&self) {
+        let change = self.breaker.succeeded(&self.worker.health, self.probe.take());
         self.tell(change);
     }
 
     /// The worker has failed the request: its session is free to go elsewhere.
     pub fn failed(&self, shared: &Shared) {
         self.free_session();
-        let change = shared.settings.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
+        let change = self.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
         self.tell(change);
     }
 
@@ -97,7 +97,7 @@ impl Picked {
                 self.free_session();
                 drop(self.probe.take());
                 if let Some(delay) = delay {
-                    shared.settings.breaker.overloaded(&self.worker.health, delay, shared.now_ms());
+                    self.breaker.overloaded(&self.worker.health, delay, shared.now_ms());
                 }
             }
         }

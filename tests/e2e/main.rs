@@ -29,5 +29,7 @@ mod memory;
 mod official_client;
 mod parity;
 mod pd;
+mod reload;
+mod runbook;
 mod self_heal;
 mod surface;
