@@ -110,7 +110,9 @@ fn the_package_installs_and_leaves_nothing_when_it_is_purged() {
     }
     let version = run(Command::new(root.join("usr/bin/infera-router")).arg("--version"));
     assert!(version.contains(env!("CARGO_PKG_VERSION")), "{version}");
-    run(Command::new("dpkg").arg(format!("--root={}", root.display())).args(["--verify", "infera-router"]));
+    let verify =
+        run(Command::new("dpkg").arg(format!("--root={}", root.display())).args(["--verify", "infera-router"]));
+    assert_eq!(verify, "", "files that differ from the package");
 
     // What an administrator has done since: the service enabled, a setting changed, a key beside it.
     run(Command::new("systemctl").arg(format!("--root={}", root.display())).args(["enable", "infera-router.service"]));
