@@ -171,7 +171,9 @@ fn the_man_page_and_the_completions_can_be_read_by_their_programs() {
     let output = Command::new("man").arg("--warnings").arg("-l").arg(&page).env("MANWIDTH", "100").output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8_lossy(&output.stdout);
-    for part in ["infera-router", "--kv-overlap-weight", "INFERA_CONFIG", "PREFILL AND DECODE WORKERS"] {
+    for part in
+        ["infera-router inspect", "--kv-overlap-weight", "INFERA_CONFIG", "PREFILL AND DECODE WORKERS", "SIGHUP"]
+    {
         assert!(text.contains(part), "no `{part}` in the man page: {text}");
     }
     // What bash itself would offer.

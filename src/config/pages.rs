@@ -16,11 +16,31 @@ pub(super) fn completions(shell: Shell) -> String {
 
 /// In section 8: a system's own services.
 pub(super) fn man() -> String {
-    let mut page = Vec::new();
+    let mut made = Vec::new();
     // Writing into memory does not fail.
-    let _ = clap_mangen::Man::new(Cli::command()).section("8").render(&mut page);
-    String::from_utf8_lossy(&page).into_owned()
+    let _ = clap_mangen::Man::new(Cli::command().disable_help_subcommand(true)).section("8").render(&mut made);
+    let mut page = String::new();
+    for line in String::from_utf8_lossy(&made).lines() {
+        // Subcommands have no pages of their own that could be referred to.
+        match line.strip_prefix(r"infera\-router\-").and_then(|rest| rest.strip_suffix("(8)")) {
+            Some(subcommand) => page.push_str(&format!("infera\\-router {subcommand}\n")),
+            None => page.push_str(&format!("{line}\n")),
+        }
+    }
+    page + SIGNALS
 }
+
+const SIGNALS: &str = ".SH SIGNALS
+.TP
+SIGTERM, SIGINT
+No new connections; running requests finish within the drain timeout. A second one ends them at once.
+.TP
+SIGHUP
+The configuration file and the files of keys are read again. What is wrong changes nothing and is in the log.
+.SH EXIT STATUS
+0 after a drain; 1 when the configuration makes no sense or a part does not start; 2 for a command line that cannot be read,
+and for a check that found something; 70 when a thread that must not end has ended.
+";
 
 /// `src/config/REFERENCE.md`.
 pub(super) fn reference() -> String {
