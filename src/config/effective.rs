@@ -21,8 +21,6 @@ pub struct Setting {
     pub source: Source,
     /// The variable that sets it, where there is one.
     pub variable: Option<String>,
-    /// The option's built-in values; compared against by `validate`.
-    pub(super) defaults: Vec<String>,
 }
 
 /// The settings in force for whoever shows them while the router runs; follows reloads. Clones see the same.
@@ -120,8 +118,7 @@ pub(super) fn settings(command: &Command, matches: &ArgMatches, file: &[Entry]) 
             },
         };
         let variable = argument.get_env().map(|variable| variable.to_string_lossy().into_owned());
-        let defaults = argument.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
-        settings.push(Setting { name: name.to_owned(), values, source, variable, defaults });
+        settings.push(Setting { name: name.to_owned(), values, source, variable });
     }
     settings
 }

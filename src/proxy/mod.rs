@@ -23,6 +23,7 @@ mod reading;
 mod relay;
 mod service;
 mod shared;
+mod silence;
 mod steering;
 mod verdict;
 
@@ -34,4 +35,5 @@ pub use shared::{
     ControlAsk, ControlPlane, DisaggregationSettings, InflightCaps, Lifecycle, PrefillRelease, RouterMode, Settings,
     Shared,
 };
+pub use silence::SilenceLimits;
 pub use steering::{Steering, SteeringSettings};

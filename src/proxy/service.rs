@@ -18,6 +18,7 @@ use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
+use super::silence::Streams;
 use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
 use crate::route::{Candidate, RoundRobin};
@@ -53,6 +54,7 @@ pub struct RouterService {
     pub(super) peers: Peers,
     pub(super) retry_budget: RetryBudget,
     live: LiveCopy,
+    pub(super) streams: Rc<Streams>,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
     view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
@@ -78,6 +80,7 @@ impl RouterService {
             retry_budget: RetryBudget::new(live.get().retry_budget_percent, shared.settings.shards),
             live,
             scratch: RefCell::default(),
+            streams: Streams::start(shared.clone()),
             shared,
             context,
         }

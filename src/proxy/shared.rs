@@ -8,6 +8,7 @@ use infera_shards::{Completion, Response};
 
 use super::live::LiveCell;
 use super::metrics::RequestMetrics;
+use super::silence::SilenceLimits;
 use super::steering::Steering;
 use crate::index::SharedView;
 use crate::load::LedgerSink;
@@ -21,6 +22,7 @@ pub struct Settings {
     pub policy: Policy,
     /// How many shards there are.
     pub shards: usize,
+    pub silence: SilenceLimits,
 }
 
 /// Requests in flight beyond which further ones are answered with 429; `None` for no cap.

@@ -32,4 +32,5 @@ mod pd;
 mod reload;
 mod runbook;
 mod self_heal;
+mod silence;
 mod surface;
