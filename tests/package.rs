@@ -179,8 +179,9 @@ fn the_man_page_and_the_completions_can_be_read_by_their_programs() {
     // What bash itself would offer.
     let script = written("completion.bash", &["completions", "bash"]);
     let complete = format!(
-        ". {}; COMP_WORDS=(infera-router --kv-overl); COMP_CWORD=1; COMP_LINE='infera-router --kv-overl'; \
-         _infera-router infera-router --kv-overl infera-router; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+        ". {}; COMP_WORDS=(infera-router --kv-overl); COMP_CWORD=1; \
+         $(complete -p infera-router | sed 's/.*-F \\([^ ]*\\).*/\\1/') infera-router --kv-overl infera-router; \
+         printf '%s\\n' \"${{COMPREPLY[@]}}\"",
         script.display()
     );
     assert_eq!(run(Command::new("bash").args(["-c", &complete])).trim(), "--kv-overlap-weight");

@@ -188,6 +188,7 @@ fn listen(arguments: &ListenArgs, names: Names, problems: &mut Problems) -> Sock
         return SocketAddr::new(ip, arguments.port);
     }
     if names == Names::Unresolved {
+        // Nobody listens on what stands in for it.
         return SocketAddr::from(([0, 0, 0, 0], arguments.port));
     }
     match (host, arguments.port).to_socket_addrs().map(|mut addresses| addresses.next()) {

@@ -36,18 +36,19 @@ pub(super) async fn run(
 ) {
     loop {
         let path = paths.borrow_and_update().clone();
-        let is_over = match path {
-            Some(path) => follow(path, poll, &mut paths, &queue, &shared).await,
-            None => paths.changed().await.is_err(),
-        };
-        if is_over {
-            return;
-        }
-        if paths.borrow().is_none() {
-            let nothing = Message::Source(SourceKind::File, Set::default());
-            if queue.send(nothing).await.is_err() {
+        let Some(path) = path else {
+            if paths.changed().await.is_err() {
                 return;
             }
+            continue;
+        };
+        if follow(path, poll, &mut paths, &queue, &shared).await {
+            return;
+        }
+        // Another file's workers take the place of these ones when it has been read; no file has none.
+        let is_left = paths.borrow().is_none();
+        if is_left && queue.send(Message::Source(SourceKind::File, Set::default())).await.is_err() {
+            return;
         }
     }
 }

@@ -65,7 +65,8 @@ impl Drop for Record<'_> {
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
     let received = request.received;
     let mut record = Record::start(&service.shared.metrics, received);
-    if let Some(cap) = service.live().caps.total
+    let cap = service.live().caps.total;
+    if let Some(cap) = cap
         && service.shared.metrics.inflight() > cap
     {
         let reason = format!("{cap} requests are in flight, which is as many as may be");

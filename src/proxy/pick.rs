@@ -82,7 +82,8 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Res
     if indexes.is_empty() {
         return Err(NoPick::NoneLeft);
     }
-    if let Some(cap) = service.live().caps.per_target {
+    let cap = service.live().caps.per_target;
+    if let Some(cap) = cap {
         indexes.retain(|index| view.fleet.targets[*index as usize].load.requests() < cap);
         if indexes.is_empty() {
             return Err(NoPick::Full);
