@@ -61,9 +61,9 @@ impl LiveCell {
         self.version.fetch_add(1, Ordering::Release);
     }
 
-    /// For what runs now and then; requests have their shard's copy.
-    pub fn load(&self) -> Arc<LiveSettings> {
-        self.current.load_full()
+    /// For one shard, and not the shared count: that one would be written by every shard at every request.
+    fn copy(&self) -> Rc<LiveSettings> {
+        Rc::new(LiveSettings::clone(&self.current.load()))
     }
 }
 
@@ -76,8 +76,7 @@ pub(super) struct LiveCopy {
 impl LiveCopy {
     pub fn of(cell: &LiveCell) -> Self {
         let version = Cell::new(cell.version.load(Ordering::Acquire));
-        // A copy of its own, and not the shared count: that one would be written by every shard at every request.
-        Self { settings: RefCell::new(Rc::new(LiveSettings::clone(&cell.load()))), version }
+        Self { settings: RefCell::new(cell.copy()), version }
     }
 
     pub fn get(&self) -> Rc<LiveSettings> {
@@ -90,7 +89,7 @@ impl LiveCopy {
         if version == self.version.replace(version) {
             return None;
         }
-        let newer = Rc::new(LiveSettings::clone(&cell.load()));
+        let newer = cell.copy();
         self.settings.replace(newer.clone());
         Some(newer)
     }

@@ -12,6 +12,7 @@ use infera_shards::{Rejection, Request, Responder, Response, Service, ShardConte
 use serde_json::json;
 
 use super::budget::RetryBudget;
+use super::cleanup::ShardSide;
 use super::exchange;
 use super::live::{LiveCopy, LiveSettings};
 use super::metrics::TargetHandles;
@@ -49,11 +50,12 @@ impl Surface {
 pub struct RouterService {
     surface: Surface,
     pub(super) shared: Arc<Shared>,
+    /// For what outlives a request.
+    pub(super) side: Rc<ShardSide>,
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
     pub(super) retry_budget: RetryBudget,
-    live: LiveCopy,
     pub(super) streams: Rc<Streams>,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
@@ -78,8 +80,8 @@ impl RouterService {
             handles: TargetHandles::default(),
             peers: Peers::default(),
             retry_budget: RetryBudget::new(live.get().retry_budget_percent, shared.settings.shards),
-            live,
             scratch: RefCell::default(),
+            side: Rc::new(ShardSide { shared: shared.clone(), upstream: context.upstream.clone(), live }),
             streams: Streams::start(shared.clone()),
             shared,
             context,
@@ -93,12 +95,12 @@ impl RouterService {
 
     /// The settings that this shard has seen last.
     pub(super) fn live(&self) -> Rc<LiveSettings> {
-        self.live.get()
+        self.side.live.get()
     }
 
     /// Costs one load of a line that is hardly ever written.
     fn follow_reloads(&self) {
-        if let Some(newer) = self.live.refresh(&self.shared.live) {
+        if let Some(newer) = self.side.live.refresh(&self.shared.live) {
             self.retry_budget.set_percent(newer.retry_budget_percent);
             self.context.upstream.set_timeouts(newer.upstream);
         }
