@@ -56,6 +56,7 @@ impl LiveCell {
         Self { current: ArcSwap::from_pointee(settings), version: AtomicU64::new(0) }
     }
 
+    /// In force on each shard from its next request on.
     pub fn replace(&self, settings: LiveSettings) {
         self.current.store(Arc::new(settings));
         self.version.fetch_add(1, Ordering::Release);
