@@ -214,3 +214,5 @@ pub const TRANSLATED_ANSWER_BYTES_MAX: usize = 64 << 20;
 
 /// An answer that may say that a worker does not know a path, bytes.
 pub const UNKNOWN_PATH_ANSWER_BYTES_MAX: usize = 64 << 10;
+/// The configuration file (`--config`), bytes.
+pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;

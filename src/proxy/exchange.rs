@@ -70,7 +70,8 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     let received = request.received;
     let dialect = Dialect::of(&endpoint);
     let mut record = Record::start(&service.shared.metrics, received);
-    if let Some(cap) = service.shared.settings.caps.total
+    let cap = service.live().caps.total;
+    if let Some(cap) = cap
         && service.shared.metrics.inflight() > cap
     {
         let reason = format!("{cap} requests are in flight, which is as many as may be");
@@ -153,7 +154,7 @@ fn begin(
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let view = service.view();
     let fleet = &view.fleet;
-    let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
+    let named = Named::of(service.live().disaggregation.mode, &request.head, fleet)?;
     let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
     let pair = disaggregated::endpoint_of(&route.endpoint)
         .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
@@ -224,7 +225,7 @@ async fn attempts(
             Ok(Said::Refused(status, body)) => return Ok(Served::Refused(messages::refusal(status, body))),
             Err(Trouble::Request(error)) => return Err(error),
             Ok(Said::Begun(response, dialect)) => {
-                let standing = Standing::of(&response, &shared.settings.outbound);
+                let standing = Standing::of(&response, &service.live().outbound);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
                     return match standing {
@@ -291,7 +292,7 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         Err(NoPick::NoneLeft) => return Ok(None),
         Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
+    let may_retry = (tried.len() as u32) < service.live().retries_max
         && route::untried(&view.fleet, pool, tried)
             .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
     Ok(Some((picked, may_retry)))
@@ -342,7 +343,8 @@ pub(super) async fn send(
     outbound: &Outbound<'_>,
 ) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
-    let headers = &service.shared.settings.outbound;
+    let live = service.live();
+    let headers = &live.outbound;
     let edits = headers.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
@@ -391,7 +393,7 @@ async fn relay(
                     count((&picked.handles, &picked.handles), received, &observer.answer);
                 }
                 if !status.is_client_error() && !status.is_server_error() {
-                    picked.succeeded(shared);
+                    picked.succeeded();
                 }
                 Outcome::from(status)
             }

@@ -152,7 +152,7 @@ fn pair_of(service: &RouterService, request: &Request) -> Result<Option<(EngineR
     }
     let model = model_of(request);
     let model = named_model(fleet, &model);
-    let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
+    let named = Named::of(service.live().disaggregation.mode, &request.head, fleet)?;
     if !disaggregated::is_pair(fleet, model, &named) {
         return Ok(None);
     }

@@ -13,6 +13,7 @@ mod held;
 mod keys;
 mod leg_end;
 mod legs;
+mod live;
 mod messages;
 mod metrics;
 mod observe;
@@ -31,6 +32,7 @@ mod steering;
 mod verdict;
 
 pub use keys::{ClientKeys, OutboundHeaders};
+pub use live::{LiveCell, LiveSettings};
 pub use metrics::RequestMetrics;
 pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{
