@@ -189,7 +189,8 @@ impl Rules {
                 return Err(NoBlocks::Unsupported("a system block of this type"));
             }
             let text = text_of(block, "text").unwrap_or_default();
-            if !text.is_empty() && !(self.is_vllm() && text.starts_with(BILLING_HEADER)) {
+            let is_dropped = self.is_vllm() && text.starts_with(BILLING_HEADER);
+            if !text.is_empty() && !is_dropped {
                 texts.push(text);
             }
         }
