@@ -71,7 +71,9 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let metrics = Arc::new(RequestMetrics::new()?);
     let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
     let worker_key = config.access.worker_key.as_ref();
-    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), worker_key));
+    let heal = config
+        .kv_self_heal
+        .then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), worker_key, &config.tls.workers));
     let heal = heal.transpose()?;
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(

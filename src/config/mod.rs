@@ -7,6 +7,7 @@ mod effective;
 mod engine;
 mod resilience;
 mod steering;
+mod tls;
 mod validate;
 mod worker_argument;
 
@@ -25,6 +26,7 @@ pub use access::Access;
 pub use cli::{Cli, Command, InspectCommand};
 pub use engine::{Placement, raise_descriptor_limit};
 pub use resilience::Resilience;
+pub use tls::Tls;
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
@@ -93,6 +95,7 @@ pub struct Config {
     pub upstream: UpstreamTimeouts,
     pub resilience: Resilience,
     pub access: Access,
+    pub tls: Tls,
     /// At least 1.
     pub shards: usize,
     /// A list holds distinct numbers, at most one per shard; shard i runs on number `i % len` of it.

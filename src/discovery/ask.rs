@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use http::{HeaderValue, header};
+use infera_shards::ClientTls;
 use reqwest::{Client, StatusCode};
 
 use super::facts::Facts;
@@ -42,11 +43,12 @@ impl Open {
     }
 }
 
-/// The client for all workers.
-pub(super) fn client(limit: Duration, authorization: Option<&HeaderValue>) -> reqwest::Result<Client> {
+/// The client for all workers. `tls` judges their certificates as it does on the request path.
+pub(super) fn client(limit: Duration, authorization: Option<&HeaderValue>, tls: &ClientTls) -> reqwest::Result<Client> {
     let headers = authorization.map(|value| (header::AUTHORIZATION, value.clone())).into_iter().collect();
     Client::builder()
         .default_headers(headers)
+        .tls_backend_preconfigured(tls.config())
         .no_proxy()
         .redirect(reqwest::redirect::Policy::none())
         .connect_timeout(limit)

@@ -113,7 +113,7 @@ pub(super) async fn run(
     on_update: impl Fn(Vec<DiscoveredWorker>),
     mut stopped: oneshot::Receiver<()>,
 ) {
-    let client = match ask::client(config.timing.ask_timeout, config.authorization.as_ref()) {
+    let client = match ask::client(config.timing.ask_timeout, config.authorization.as_ref(), &config.tls) {
         Ok(client) => client,
         Err(error) => {
             tracing::error!("no HTTP client for asking workers: {error}");

@@ -401,7 +401,7 @@ fn stopping_does_not_wait_for_anyone() {
     let engine = ScriptedEngine::start("127.0.0.1:0", &[("/v1/models", Script::Hang)]);
     let timing = Timing { ask_timeout: Duration::from_secs(600), ..quick() };
     let config = DiscoveryConfig {
-        etcd: Some(EtcdConfig { endpoints: vec![engine.url()], prefix: "/p/".to_owned() }),
+        etcd: Some(EtcdConfig { endpoints: vec![engine.url()], prefix: "/p/".to_owned(), roots: Vec::new() }),
         timing: Timing { etcd_timeout: Duration::from_secs(600), ..timing },
         ..command_line(vec![static_worker(&engine.url()), WorkerRecord::new("n", "http://no-such-host.invalid:1")])
     };

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use infera_shards::ClientTls;
 use prometheus::{IntCounterVec, Opts, Registry};
 use tokio::sync::mpsc;
 
@@ -114,11 +115,12 @@ pub struct SelfHeal {
 
 impl SelfHeal {
     /// `registry` gets the counter of asks by worker and outcome; `authorization` is what engines are shown, if they have
-    /// a key.
+    /// a key; `tls` judges their certificates.
     pub fn start(
         view: SharedView,
         registry: &Registry,
         authorization: Option<&http::HeaderValue>,
+        tls: &ClientTls,
     ) -> anyhow::Result<Self> {
         let opts = Opts::new(
             "infera_router_kv_self_heal_total",
@@ -130,6 +132,7 @@ impl SelfHeal {
         let headers = authorization.map(|value| (http::header::AUTHORIZATION, value.clone())).into_iter().collect();
         let client = reqwest::Client::builder()
             .default_headers(headers)
+            .tls_backend_preconfigured(tls.config())
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .timeout(SELF_HEAL_ASK_DEADLINE)
@@ -229,6 +232,7 @@ mod tests {
             address: None,
             authority: String::new(),
             base_path: String::new(),
+            tls: None,
             state: WorkerState::Active,
             variant: None,
             health: Arc::default(),

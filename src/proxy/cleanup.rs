@@ -45,6 +45,7 @@ impl LegCall {
         let set = self.own_headers();
         let request = UpstreamRequest {
             address: self.address,
+            tls: self.worker.tls.as_ref(),
             authority: &self.worker.authority,
             method: &self.request.method,
             path_prefix: &self.worker.base_path,
@@ -150,6 +151,7 @@ async fn abort(shared: &Shared, upstream: &Upstream, worker: &Worker, address: S
     let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
     let request = UpstreamRequest {
         address,
+        tls: worker.tls.as_ref(),
         authority: &worker.authority,
         method: &Method::POST,
         path_prefix: &worker.base_path,

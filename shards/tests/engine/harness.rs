@@ -124,6 +124,7 @@ impl TestService {
     fn outgoing<'a>(&'a self, request: &'a Request, body: &'a [Bytes]) -> UpstreamRequest<'a> {
         UpstreamRequest {
             address: self.upstream,
+            tls: None,
             authority: "worker.test:1",
             method: &request.method,
             path_prefix: "",
@@ -229,6 +230,7 @@ impl TestEngine {
             bytes_to_client: sum.bytes_to_client + one.bytes_to_client,
             client_aborts: sum.client_aborts + one.client_aborts,
             rejections: sum.rejections + one.rejections,
+            tls_failures: sum.tls_failures + one.tls_failures,
             panics: sum.panics + one.panics,
             sweeps: sum.sweeps + one.sweeps,
         })
