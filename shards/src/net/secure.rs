@@ -56,6 +56,7 @@ impl Session {
                     }
                     continue;
                 }
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => cut(),
                 Err(error) => error,
             };
             // What ends the stream shows again on the next call.
@@ -112,7 +113,7 @@ impl Session {
             return Ok(true);
         }
         match state.pump(socket)? {
-            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            0 => Err(cut()),
             _ => Ok(false),
         }
     }
@@ -175,6 +176,11 @@ impl Drop for State {
     fn drop(&mut self) {
         buffers::give(std::mem::take(&mut self.arrived));
     }
+}
+
+/// The socket ended and the session did not: anybody on the way may have done that.
+fn cut() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "TLS was cut off without close_notify")
 }
 
 /// The sending side of a socket, which never waits.
