@@ -164,3 +164,7 @@ fn describe(error: &pem::Error) -> String {
         _ => "not a PEM file".to_owned(),
     }
 }
+
+#[cfg(test)]
+#[path = "tls_tests.rs"]
+mod tests;

@@ -12,8 +12,8 @@ use super::status::SourceKind;
 use crate::limits;
 use crate::worker::{EngineKind, WorkerRecord, WorkerUrl};
 
-/// What a record leaves open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What a record leaves open; by default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Open {
     /// Without a model the worker cannot be routed to.
     pub model: bool,
@@ -139,14 +139,23 @@ pub(super) async fn is_alive(client: &Client, record: &WorkerRecord) -> bool {
     }
 }
 
+/// What lies under an error: a refused connection, say, or a certificate that is not believed.
+fn innermost(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(source) = cause.source() {
+        cause = source;
+    }
+    cause.to_string()
+}
+
 /// A 4xx means the engine has no such endpoint (old release, development mode off, access refused); asking again
 /// would not change that. Everything else but 200 is a state that passes.
 async fn get(client: &Client, url: &WorkerUrl, path: &str) -> Result<Answer, String> {
     let describe = |error: reqwest::Error| {
         let kind = match () {
-            () if error.is_timeout() => "no answer in time",
-            () if error.is_connect() => "cannot connect",
-            () => "broken answer",
+            () if error.is_timeout() => "no answer in time".to_owned(),
+            () if error.is_connect() => format!("cannot connect: {}", innermost(&error)),
+            () => "broken answer".to_owned(),
         };
         format!("GET {path}: {kind}")
     };

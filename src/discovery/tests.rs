@@ -209,7 +209,8 @@ fn b45_a_worker_is_asked_until_it_answers_and_holds_up_no_other() {
     running.wait("the ready one", |workers| find(workers, &ready.url()).state == WorkerState::Active);
     assert_eq!(find(&running.last, &ready.url()).record.model_name, "m");
     running.wait("a reason for the refusing one", |workers| {
-        pending_reason(&find(workers, &refusing)) == "model not known yet: GET /v1/models: cannot connect"
+        pending_reason(&find(workers, &refusing))
+            .starts_with("model not known yet: GET /v1/models: cannot connect: Connection refused")
     });
     for (script, reason) in [
         (None, "model not known yet: GET /v1/models: no answer in time"),
@@ -239,6 +240,23 @@ fn b45_a_worker_is_asked_until_it_answers_and_holds_up_no_other() {
         std::thread::sleep(Duration::from_millis(2));
     }
     assert_eq!(running.updates.try_iter().count(), 0);
+    running.handle.stop();
+}
+
+/// One that differs from the others of its model takes nobody's place, nor does it lose its own.
+#[test]
+fn b45_an_odd_one_out_hides_no_model() {
+    let said = |length: &str| {
+        let body = format!(r#"{{"data":[{{"id":"m","owned_by":"vllm","max_model_len":{length}}}]}}"#);
+        ScriptedEngine::start("127.0.0.1:0", &[("/v1/models", Script::Answer(200, body.leak()))])
+    };
+    let engines = ["40960", "40960", "8192", "\"odd\""].map(said);
+    let workers = engines.iter().map(|engine| static_worker(&engine.url())).collect();
+    let mut running = Running::start(command_line(workers));
+    running.wait("all four", |workers| {
+        let serves = |worker: &DiscoveredWorker| worker.state == WorkerState::Active && worker.record.model_name == "m";
+        workers.len() == 4 && workers.iter().all(serves)
+    });
     running.handle.stop();
 }
 

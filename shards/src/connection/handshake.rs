@@ -35,6 +35,8 @@ impl fmt::Display for Failure {
 /// Puts TLS on a fresh connection of a listener that has it.
 pub(super) async fn run(shard: &Shard, stream: &Stream) -> Result<(), Failure> {
     let slot = Slot::new();
+    // Where too many connections are half open, those that are in their handshake count among them.
+    slot.head_is_open();
     let outcome = slot.within(Some(shard.limits.head_timeout), pin!(secure(shard, stream))).await;
     outcome.unwrap_or_else(|fired| Err(if fired == Fired::Stopped { Failure::Stopped } else { Failure::Late }))
 }

@@ -97,6 +97,7 @@ impl Stream {
         WeakStream(Rc::downgrade(&self.0))
     }
 
+    #[inline]
     pub(crate) fn send<B: IoBuf>(&self, buffer: B) -> impl Future<Output = (io::Result<usize>, B)> + use<B> {
         match self.0.session.get() {
             None => Either::Plain { future: self.0.socket.send(buffer) },
@@ -106,6 +107,7 @@ impl Stream {
 
     /// Reads into all of the buffer's capacity, from its start: pass a slice to append. Dropping the future loses
     /// bytes that had arrived, so the stream must then be closed.
+    #[inline]
     pub(crate) fn receive<B: IoBufMut>(&self, buffer: B) -> impl Future<Output = (io::Result<usize>, B)> + use<B> {
         match self.0.session.get() {
             None => Either::Plain { future: self.0.socket.receive(buffer) },
@@ -236,6 +238,7 @@ impl<F, T> Either<F, T> {
 impl<T, F: Future<Output = T>> Future for Either<F, T> {
     type Output = T;
 
+    #[inline]
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
         match self.project() {
             EitherProjection::Plain { future } => future.poll(cx),
