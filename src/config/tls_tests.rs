@@ -85,6 +85,22 @@ fn what_does_not_fit_is_said_without_showing_a_key() {
 }
 
 #[test]
+fn certificates_are_read_again_but_tls_neither_comes_nor_goes() {
+    let files = Files::new();
+    let secure = "--tls-cert-file @cert --tls-key-file @key";
+    let mut running = files.config(secure);
+    let changes = running.take_over(files.config(&format!("{secure} --tls-client-ca-file @ca")));
+    assert_eq!((changes.in_force, changes.waiting.len()), (vec!["tls-client-ca-file".to_owned()], 0));
+    let waiting = ["tls-cert-file", "tls-key-file", "tls-client-ca-file"];
+    let mut to_plain = running.take_over(files.config("--worker http://h:1"));
+    to_plain.waiting.retain(|name| waiting.contains(&name.as_str()));
+    assert_eq!((to_plain.waiting.len(), running.tls.listener.is_some()), (3, true));
+    let mut plain = files.config("--admin-listen 127.0.0.1:1");
+    assert!(plain.take_over(files.config(secure)).waiting.contains(&"tls-cert-file".to_owned()));
+    assert!(plain.tls.listener.is_none());
+}
+
+#[test]
 fn an_unchecked_worker_is_warned_of() {
     let files = Files::new();
     let loud = files.config("--worker https://h:1 --worker-tls-insecure-skip-verify");

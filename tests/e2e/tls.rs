@@ -189,6 +189,30 @@ fn drain_over_tls_loses_nothing() {
 }
 
 #[test]
+fn new_certificates_are_shown_after_a_reload() {
+    let (old, new) = (Authority::new(), Authority::new());
+    let files = Files::new(&old, &old.issue(&["localhost"]));
+    let listener = ["--tls-cert-file", &files.text("cert.pem"), "--tls-key-file", &files.text("key.pem")];
+    let router = router().round_robin().args(&["--worker", "http://127.0.0.1:9,model=m"]).args(&listener).start();
+    let health = || {
+        let url = format!("https://localhost:{}/health", router.address.port());
+        curl(&["--cacert", &files.text("ca.pem"), "-o", "/dev/null", &url]).1
+    };
+    assert_eq!(health(), 0);
+    let issued = new.issue(&["localhost"]);
+    // A key that does not belong to the certificate changes nothing.
+    std::fs::write(files.path("key.pem"), issued.key_pem()).unwrap();
+    router.signal(rustix::process::Signal::HUP);
+    wait_until("the mistake is said", || router.log_lines().join("\n").contains("the configuration stays as it was"));
+    assert_eq!(health(), 0);
+    std::fs::write(files.path("cert.pem"), issued.pem()).unwrap();
+    std::fs::write(files.path("ca.pem"), new.pem()).unwrap();
+    assert_eq!(health(), 60, "the old one is still shown");
+    router.signal(rustix::process::Signal::HUP);
+    wait_until("the new one is shown", || health() == 0);
+}
+
+#[test]
 fn a_worker_whose_certificate_does_not_fit_gets_nothing() {
     let (authority, stranger) = (Authority::new(), Authority::new());
     let files = Files::new(&authority, &authority.issue(&["localhost"]));
