@@ -7,4 +7,5 @@ pub mod net;
 pub mod prompt;
 pub mod run;
 pub mod seed;
+pub mod sim;
 pub mod words;

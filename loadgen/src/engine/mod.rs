@@ -5,6 +5,7 @@
 //! timing model is described in [`scheduler`], its cache rules in [`pool`], its event spelling in [`events`].
 
 mod api;
+pub mod content;
 mod core;
 pub mod disagg;
 pub mod events;
