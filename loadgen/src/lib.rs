@@ -3,6 +3,7 @@
 
 pub mod demo;
 pub mod engine;
+pub mod fleet;
 pub mod net;
 pub mod prompt;
 pub mod run;

@@ -296,6 +296,13 @@ impl EngineHandle {
         answer.recv().unwrap_or_default()
     }
 
+    /// The faults in force, as they were set last.
+    pub fn faults(&self) -> Faults {
+        let (reply, answer) = std::sync::mpsc::channel();
+        self.send(Command::Faults(reply));
+        answer.recv().unwrap_or_default()
+    }
+
     /// Replaces the engine's faults; takes effect before this returns.
     pub fn set_faults(&self, faults: Faults) {
         let (reply, answer) = std::sync::mpsc::channel();
