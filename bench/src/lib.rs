@@ -18,4 +18,5 @@ pub mod report;
 pub mod rivals;
 pub mod runtimes;
 pub mod scenario;
+pub mod simulation;
 pub mod statistics;

@@ -31,7 +31,9 @@ fn defaults_are_those_of_a_bare_metal_host() {
     let config = config(&[]);
     assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
     assert_eq!(config.policy, Policy::KvAware);
-    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (1.0, 0.0));
+    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (12.0, 0.0));
+    let pair = &config.disaggregation;
+    assert_eq!((pair.prefill_overlap_weight, pair.decode_overlap_weight), (12.0, 1.0));
     assert_eq!(config.request_retries_max, 1);
     assert_eq!(config.max_body_bytes, 64 << 20);
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
@@ -265,6 +267,9 @@ fn good_values() {
 
 #[test]
 fn disaggregation_has_weights_of_its_own_and_closed_sets_of_choices() {
+    let plain = config(&["--kv-load", "active"]);
+    assert_eq!((plain.kv_overlap_weight, plain.disaggregation.prefill_overlap_weight), (1.0, 1.0));
+    check_refused(&["--kv-load", "x"], EXIT_INVALID, &["--kv-load queue|active"]);
     let settings = config(&["--kv-overlap-weight", "2"]).disaggregation;
     assert_eq!((settings.prefill_overlap_weight, settings.decode_overlap_weight), (2.0, 2.0));
     assert_eq!(settings.prefill_drain_timeout, Some(Duration::from_secs(300)));

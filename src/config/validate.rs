@@ -14,7 +14,7 @@ use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
 use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode};
 use crate::route::Policy;
-use crate::worker::WorkerRecord;
+use crate::worker::{Role, WorkerRecord};
 
 /// Options of features that are not in this build, and the value besides the default that asks for nothing.
 const NOT_BUILT: [(&str, Option<&str>); 2] =
@@ -85,8 +85,9 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let reads_prompts = routing.policy == Policy::KvAware && routing.tokenizer_path.is_some();
     let template_arguments = reads_prompts && arguments.routing.kv_per_worker_template_kwargs;
     let mut discovery = DiscoveryConfig { template_arguments, ..discovery };
-    let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
+    let overlap_weight = |role| routing.overlap_weight.unwrap_or_else(|| steering.load_term.of(role).overlap_weight());
+    let disaggregation = disaggregation(&arguments.disaggregation, overlap_weight, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
     let access = super::access::settings(&arguments.access, &mut problems);
     discovery.authorization = access.worker_key.clone();
@@ -130,7 +131,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         discovery,
         policy: routing.policy,
         tokenizer_path: routing.tokenizer_path,
-        kv_overlap_weight: routing.overlap_weight,
+        kv_overlap_weight: overlap_weight(Role::Mixed),
         kv_host_tier_weight: routing.host_tier_weight,
         kv_self_heal: routing.self_heal,
         chat_template_kwargs: routing.chat_template_kwargs,
@@ -321,7 +322,7 @@ fn etcd_endpoint(text: &str) -> Result<String, String> {
 struct Routing {
     policy: Policy,
     tokenizer_path: Option<PathBuf>,
-    overlap_weight: f64,
+    overlap_weight: Option<f64>,
     host_tier_weight: f64,
     self_heal: bool,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
@@ -350,7 +351,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
             path.display()
         ));
     }
-    let overlap_weight = problems.weight("--kv-overlap-weight", arguments.kv_overlap_weight);
+    let overlap_weight = arguments.kv_overlap_weight.map(|given| problems.weight("--kv-overlap-weight", given));
     if arguments.kv_self_heal && policy != Policy::KvAware {
         problems.add("--kv-self-heal requires --router-policy kv-aware");
     }
@@ -396,13 +397,19 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
 
 fn disaggregation(
     arguments: &DisaggregationArgs,
-    overlap_weight: f64,
+    overlap_weight: impl Fn(Role) -> f64,
     problems: &mut Problems,
 ) -> DisaggregationSettings {
-    let mut weight = |flag, given: Option<f64>| given.map_or(overlap_weight, |given| problems.weight(flag, given));
+    let mut weight = |flag, given: Option<f64>, role| {
+        given.map_or_else(|| overlap_weight(role), |given| problems.weight(flag, given))
+    };
     DisaggregationSettings {
-        prefill_overlap_weight: weight("--kv-prefill-overlap-weight", arguments.kv_prefill_overlap_weight),
-        decode_overlap_weight: weight("--kv-decode-overlap-weight", arguments.kv_decode_overlap_weight),
+        prefill_overlap_weight: weight(
+            "--kv-prefill-overlap-weight",
+            arguments.kv_prefill_overlap_weight,
+            Role::Prefill,
+        ),
+        decode_overlap_weight: weight("--kv-decode-overlap-weight", arguments.kv_decode_overlap_weight, Role::Decode),
         prefill_release: problems.choice(
             "--pd-prefill-guard-release",
             &arguments.pd_prefill_guard_release,

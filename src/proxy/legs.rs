@@ -283,6 +283,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
         match next_event(&mut prefill.future, &mut decode).await {
             Event::Prefill(PrefillEnd::Done(_)) => {
                 attempt.pair.prefill.succeeded(&attempt.service.shared);
+                attempt.pair.prefill.prompt_done();
                 prefill.answered(None);
             }
             Event::Prefill(PrefillEnd::Refused(refusal)) => {
@@ -296,7 +297,10 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
                 drop(decode);
                 return attempt.failed(failure, None);
             }
-            Event::Decode(Ok(response)) if response.status.is_success() => break response,
+            Event::Decode(Ok(response)) if response.status.is_success() => {
+                attempt.pair.prefill.prompt_done();
+                break response;
+            }
             Event::Decode(outcome) => {
                 let held = prefill.take_held();
                 // Dropped before the client is answered: the prefill leg is to end at once.
@@ -391,6 +395,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
             attempt.pair.prefill.succeeded(&attempt.service.shared);
+            attempt.pair.prefill.prompt_done();
             answer
         }
         PrefillEnd::Refused(refusal) => {

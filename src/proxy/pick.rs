@@ -162,6 +162,7 @@ fn fill(
     let images: &[_] = if wish.role == Role::Decode { &[] } else { &facts.images };
     let is_idle = indexes.iter().all(|index| view.fleet.targets[*index as usize].load.requests() == 0);
     let recent_weight = steering.recent_load.weight(is_idle);
+    let load_term = steering.load_term.of(wish.role);
     let pick_number = steering.picks.current();
     candidates.clear();
     let host_weight = service.shared.settings.host_tier_weight;
@@ -189,11 +190,12 @@ fn fill(
             request_blocks,
             cache_hits,
             active_blocks: target.load.active_blocks(),
-            recent_blocks: if recent_weight > 0.0 {
-                recent_weight * route::recent_blocks(&target.load, pick_number)
-            } else {
-                0.0
-            },
+            load_blocks: load_term.blocks(&target.load)
+                + if recent_weight > 0.0 {
+                    recent_weight * route::recent_blocks(&target.load, pick_number)
+                } else {
+                    0.0
+                },
             picked_at_ns: target.load.picked_at_ns(),
             block_tokens,
         });
@@ -253,6 +255,7 @@ fn kv_aware(
         cache_hits,
         request_blocks,
         active_blocks = chosen.active_blocks,
+        load_blocks = chosen.load_blocks,
         w_overlap = if facts.is_multimodal { 0.0 } else { weight },
         mm_images = facts.images.len(),
         mm_affinity_hits,
@@ -260,7 +263,13 @@ fn kv_aware(
     );
     let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
     parity::watch(shared, wish, target, &blocks);
-    Charge { blocks, reservation, session: lease }.on(service, target)
+    // What a decode worker gets is computed already; what says nothing of its length weighs as one block.
+    let queued_blocks = match (wish.role, chosen.request_blocks) {
+        (Role::Decode, _) => 0,
+        (_, 0) => 1,
+        (_, blocks) => u64::from(blocks.saturating_sub(chosen.cache_hits)),
+    };
+    Charge { blocks, queued_blocks, reservation, session: lease }.on(service, target)
 }
 
 /// The session of a pick, if it has one, among the targets that may serve it.
@@ -309,7 +318,7 @@ impl<'a> Demand<'a> {
         let target = &self.view.fleet.targets[candidate.target as usize];
         let (tokens, input) = self.wish.prompts.tokens_for(target);
         let tokens = decode_demand::request_tokens(tokens, self.wish.samples);
-        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load() }, input)
+        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load_blocks }, input)
     }
 
     fn book(&self, candidates: &[Candidate], place: usize) -> Reservation {
@@ -357,13 +366,15 @@ impl<'a> Demand<'a> {
 /// What is charged with a pick.
 struct Charge {
     blocks: Arc<[BlockHash]>,
+    /// Blocks that the target has to compute before its answer begins.
+    queued_blocks: u64,
     reservation: Option<Reservation>,
     session: Option<Lease>,
 }
 
 impl Charge {
     fn of(blocks: Arc<[BlockHash]>) -> Self {
-        Self { blocks, reservation: None, session: None }
+        Self { blocks, queued_blocks: 0, reservation: None, session: None }
     }
 
     /// A target without an address is not routable, and the fleet lists none.
@@ -377,12 +388,13 @@ impl Charge {
             HealthState::Well => None,
             _ => shared.settings.breaker.claim(health, shared.now_ms()),
         };
+        let booking = Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns());
         Some(Picked {
             worker: target.worker.clone(),
             address,
             rank: target.rank,
             handles,
-            booking: Some(Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns())),
+            booking: Some(booking.queueing(self.queued_blocks)),
             _reservation: self.reservation,
             session: self.session,
             probe: Cell::new(probe),

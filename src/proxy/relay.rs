@@ -16,6 +16,7 @@ use super::metrics::Outcome;
 use super::observe::AnswerObserver;
 use super::service::Handles;
 use crate::api::{self, ApiError};
+use crate::load::QueuedBlocks;
 use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
 
@@ -61,6 +62,8 @@ pub(super) struct StreamObserver {
     pub answer: AnswerObserver,
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
+    /// Until the first byte.
+    queued: Option<QueuedBlocks>,
     /// Set at a stream's terminator; then the stream is whole only with one.
     is_complete: Option<Rc<Cell<bool>>>,
 }
@@ -68,13 +71,15 @@ pub(super) struct StreamObserver {
 impl StreamObserver {
     /// Of one worker's answer. Endpoints differ in how a stream ends, so any stream that has said something is whole once
     /// its body is; one without a single data line has said nothing.
-    pub fn of_a_worker(is_stream: bool) -> Self {
-        Self { answer: AnswerObserver::new(), completion: is_stream.then(Completion::default), is_complete: None }
+    /// `queued`: what the worker had to compute for it.
+    pub fn of_a_worker(is_stream: bool, queued: Option<QueuedBlocks>) -> Self {
+        let completion = is_stream.then(Completion::default);
+        Self { answer: AnswerObserver::new(), completion, queued, is_complete: None }
     }
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
     fn of_decode(is_stream: bool, is_complete: Rc<Cell<bool>>) -> Self {
-        Self { is_complete: Some(is_complete), ..Self::of_a_worker(is_stream) }
+        Self { is_complete: Some(is_complete), ..Self::of_a_worker(is_stream, None) }
     }
 
     /// An error that came inside the stream.
@@ -86,6 +91,7 @@ impl StreamObserver {
 impl BodyObserver for StreamObserver {
     fn data(&mut self, payload: &[u8]) {
         self.answer.data(payload);
+        self.queued = None;
         let Some(completion) = &mut self.completion else { return };
         completion.feed(payload);
         if let Some(is_complete) = &self.is_complete

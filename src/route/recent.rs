@@ -21,7 +21,7 @@ const FORGOTTEN_BLOCKS: f32 = 0.001;
 /// What `--kv-recent-load idle` takes of the recent load. A target that has just computed a whole prompt is left
 /// again for another that would have to compute all of it only when the overlap is below about this share, so a
 /// prefix is still found where it was computed; and on the trace it was measured with, no larger weight had a
-/// higher hit rate (`bench/src/bin/recent_load.rs`).
+/// higher hit rate (`bench --bin simulate -- --sequential`).
 const IDLE_WEIGHT: f64 = 0.1;
 
 /// `--kv-recent-load`: what part recent load has in the cost.
