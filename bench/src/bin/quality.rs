@@ -57,9 +57,12 @@ struct Arguments {
     svg: Option<PathBuf>,
     #[arg(long, default_value_t = 5)]
     seeds: u64,
-    /// Share of each workload's requests that is run.
+    /// Share of the trace that is run, from its beginning.
     #[arg(long, default_value_t = 1.0)]
     share: f64,
+    /// Requests of agents before eight engines, at least; before sixteen twice as many.
+    #[arg(long, default_value_t = 4000)]
+    agents: usize,
     #[arg(long, default_value_t = std::thread::available_parallelism().map_or(1, usize::from))]
     threads: usize,
 }
@@ -115,7 +118,6 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 /// 8 and 16 engines with twice the arrivals. Pools are what a 70B model (320 KiB a token) has on 4 and on 8 GPUs of 80 GB:
 /// half a million tokens under conversations, a million under agents, whose contexts are longer.
 fn cases(lines: Option<Vec<TraceLine>>, arguments: &Arguments) -> anyhow::Result<Vec<Case>> {
-    let part = |requests: usize| ((requests as f64 * arguments.share) as usize).max(1);
     let mut cases = Vec::new();
     for (engines, factor) in [(8, 1.0), (16, 2.0)] {
         let plan = |source, pool_tokens| -> anyhow::Result<Plan> {
@@ -132,12 +134,14 @@ fn cases(lines: Option<Vec<TraceLine>>, arguments: &Arguments) -> anyhow::Result
             })
         };
         if let Some(lines) = &lines {
-            let lines = lines[..part(lines.len())].to_vec();
+            let part = (lines.len() as f64 * arguments.share) as usize;
+            let lines = lines[..part.max(1)].to_vec();
             let source = Source::Trace { lines, speed: factor, is_sequential: false };
             let name = format!("conversation trace, {engines} engines, {factor} times the recorded rate");
             cases.push(Case { name, plan: plan(source, 1 << 19)? });
         }
-        let source = Source::Generated { shape: Shape::Agents, requests: part(6000 * engines / 8), rate: 0.9 * factor };
+        let source =
+            Source::Generated { shape: Shape::Agents, requests: arguments.agents * engines / 8, rate: 0.9 * factor };
         let name = format!("agent loops, {engines} engines, {} agents a second", 0.9 * factor);
         cases.push(Case { name, plan: plan(source, 1 << 20)? });
     }

@@ -9,7 +9,6 @@ use serde::Deserialize;
 use super::schedule::{Action, actions};
 use crate::engine::EngineConfig;
 use crate::engine::disagg::{Disagg, PdProtocol, PdRole};
-use crate::engine::events::EngineStyle;
 use crate::engine::faults::Faults;
 use crate::engine::scheduler::Speed;
 
@@ -214,6 +213,7 @@ fn parse<T: ValueEnum>(name: &str) -> Result<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::events::EngineStyle;
 
     #[test]
     fn a_file_and_a_line_say_the_same() {
