@@ -14,6 +14,12 @@ pub const SHARD_PROMPT_MESSAGES: usize = 512;
 pub const SHARD_NEW_TEXT_BYTES: usize = (8 << 10) - 1;
 pub const SHARD_NEW_TEXT_BYTES_REFERENCE: usize = 2 << 10;
 
+/// New text after which a thread forgets the words that the fast encoder has learned from it, bytes. A shard's words
+/// fit in what it has at its first text (8 MiB for Qwen3), and even text that never repeats a word makes it grow for
+/// 5 ms at most; a thread that only encodes may keep four times as much.
+pub const SHARD_LEARNS_BYTES_MAX: usize = 4 << 20;
+pub const ENCODER_LEARNS_BYTES_MAX: usize = 16 << 20;
+
 /// Pieces of a prompt from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
 pub const LONG_PIECE_BYTES: usize = 8 << 10;
 const _: () = assert!(SHARD_NEW_TEXT_BYTES < LONG_PIECE_BYTES && SHARD_NEW_TEXT_BYTES_REFERENCE < LONG_PIECE_BYTES);
@@ -56,6 +62,9 @@ pub const IMAGES_PER_TARGET_MAX: usize = 256;
 pub const IMAGES_PER_REQUEST_MAX: usize = 64;
 /// Workers of one source; registrations beyond it are skipped and counted.
 pub const WORKERS_MAX: usize = 16_384;
+
+/// Names that one worker's model has besides its first.
+pub const FURTHER_MODEL_NAMES_MAX: usize = 32;
 
 /// The workers file, bytes.
 pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
@@ -102,6 +111,22 @@ pub const SLOTS_MAX: usize = 60_000;
 
 /// Longest wait for a prompt on the encoder pool; after it the request is routed by load.
 pub const PROMPT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// Between two looks for silent streams (`--stream-admission-warn-s`, `--stream-stall-warn-s`).
+pub const SILENCE_LOOK_MIN: std::time::Duration = std::time::Duration::from_millis(20);
+pub const SILENCE_LOOK_MAX: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// Entries of a shard's table of streams that are kept while there are none.
+pub const STREAM_ENTRIES_KEPT: usize = 256;
+
+/// Longest request id of a client that is shown in a log line, bytes.
+pub const REQUEST_ID_BYTES_MAX: usize = 128;
+
+/// Descriptors that client connections and those to workers leave for event feeds, files and the control pages.
+pub const DESCRIPTORS_RESERVED: usize = 512;
+
+/// Connections of the control pages, where they have an address of their own.
+pub const ADMIN_CONNECTIONS_MAX: usize = 128;
 
 /// Questions waiting for the control thread.
 pub const CONTROL_QUEUE: usize = 64;

@@ -9,9 +9,10 @@ use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
 };
 
+use super::silence::SilentPhase;
 use crate::load::TargetId;
 use crate::prompt::NoBlocks;
-use crate::worker::Role;
+use crate::worker::{Name, Role};
 
 /// How a request ended, as the `outcome` label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -138,12 +139,15 @@ pub struct RequestMetrics {
     retries_total: IntCounterVec,
     retries_refused_total: IntCounter,
     refused_keys_total: IntCounter,
+    silent_streams_total: [IntCounter; SilentPhase::ALL.len()],
     prompt_failures_total: IntCounterVec,
     prompt_seconds: Histogram,
 }
 
 /// Handles of one target, held by a shard.
 pub struct TargetMetrics {
+    /// Names the target in reports.
+    pub route_key: Name,
     pub picks: IntCounter,
     pub ttft: Histogram,
     pub prompt_tokens: IntCounter,
@@ -184,6 +188,11 @@ impl RequestMetrics {
         )?;
         let blocks =
             make.counters("infera_prefix_cache_blocks_total", "Full blocks of the routed prompts.", &["role"])?;
+        let silent_streams = make.counters(
+            "infera_router_silent_streams_total",
+            "Streams reported as silent for too long, by phase.",
+            &["phase"],
+        )?;
         let prompt_seconds = Histogram::with_opts(
             HistogramOpts::new("infera_router_prompt_seconds", "Seconds spent on turning a body into block hashes.")
                 .buckets(PROMPT_BUCKETS_SECONDS.to_vec()),
@@ -245,6 +254,7 @@ impl RequestMetrics {
                 "infera_router_retries_refused_total",
                 "Failures passed on to the client because the retry budget was spent.",
             )?,
+            silent_streams_total: SilentPhase::ALL.map(|phase| silent_streams.with_label_values(&[phase.as_str()])),
             prompt_failures_total: make.counters(
                 "infera_router_prompt_failures_total",
                 "Requests routed by load alone because their prompt gave no blocks.",
@@ -301,6 +311,10 @@ impl RequestMetrics {
         self.refused_keys_total.inc();
     }
 
+    pub fn stream_was_silent(&self, phase: SilentPhase) {
+        self.silent_streams_total[phase as usize].inc();
+    }
+
     /// Requests being served now.
     pub fn inflight(&self) -> u64 {
         self.inflight.iter().map(|gauge| gauge.get().max(0) as u64).sum()
@@ -322,9 +336,10 @@ impl RequestMetrics {
         counter.get() == 1
     }
 
-    fn target(&self, model: &str, worker: &str, route_key: &str, role: Role) -> TargetMetrics {
+    fn target(&self, model: &str, worker: &str, route_key: &Name, role: Role) -> TargetMetrics {
         let router = RouterLabel::of(role).as_str();
         TargetMetrics {
+            route_key: route_key.clone(),
             picks: self.picks_total.with_label_values(&[role.as_str(), route_key]),
             ttft: self.ttft.with_label_values(&[router, model, worker]),
             prompt_tokens: self.prompt_tokens_total.with_label_values(&[router, model, worker]),

@@ -22,6 +22,7 @@ mod reading;
 mod relay;
 mod service;
 mod shared;
+mod silence;
 mod steering;
 mod verdict;
 
@@ -32,4 +33,5 @@ pub use shared::{
     ControlAsk, ControlPlane, DisaggregationSettings, InflightCaps, Lifecycle, PrefillRelease, RouterMode, Settings,
     Shared,
 };
+pub use silence::SilenceLimits;
 pub use steering::{Steering, SteeringSettings};

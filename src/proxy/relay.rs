@@ -15,6 +15,7 @@ use tracing::warn;
 use super::metrics::Outcome;
 use super::observe::AnswerObserver;
 use super::service::Handles;
+use super::silence::Watched;
 use crate::api::{self, ApiError};
 use crate::load::QueuedBlocks;
 use crate::pd::{Completion, StreamFailure};
@@ -39,11 +40,12 @@ pub(super) fn as_it_came(is_stream: bool, observer: &mut dyn BodyObserver) -> Re
 }
 
 /// Who answers, and whose figures the answer belongs to.
-pub(super) struct Answering {
+pub(super) struct Answering<'a> {
     pub prefill: Handles,
     pub decode: Handles,
     pub decode_worker: Name,
     pub received: Instant,
+    pub watched: &'a Watched<'a>,
     /// Set as soon as the answer is known to be whole, also when the client leaves right behind it.
     pub is_complete: Rc<Cell<bool>>,
 }
@@ -58,8 +60,9 @@ pub(super) struct Answer {
 }
 
 /// Watches an answer: what it carries, and for a stream what its events say about its end.
-pub(super) struct StreamObserver {
+pub(super) struct StreamObserver<'a> {
     pub answer: AnswerObserver,
+    watched: &'a Watched<'a>,
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
     /// Until the first byte.
@@ -68,18 +71,23 @@ pub(super) struct StreamObserver {
     is_complete: Option<Rc<Cell<bool>>>,
 }
 
-impl StreamObserver {
+impl<'a> StreamObserver<'a> {
     /// Of one worker's answer. Endpoints differ in how a stream ends, so any stream that has said something is whole once
     /// its body is; one without a single data line has said nothing.
-    /// `queued`: what the worker had to compute for it.
-    pub fn of_a_worker(is_stream: bool, queued: Option<QueuedBlocks>) -> Self {
+    pub fn of_a_worker(is_stream: bool, watched: &'a Watched<'a>) -> Self {
         let completion = is_stream.then(Completion::default);
-        Self { answer: AnswerObserver::new(), completion, queued, is_complete: None }
+        Self { answer: AnswerObserver::new(), watched, completion, queued: None, is_complete: None }
+    }
+
+    /// The same for a prompt that has been in its worker's queue until now: the first byte takes it off.
+    pub fn queueing(self, queued: Option<QueuedBlocks>) -> Self {
+        Self { queued, ..self }
     }
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
-    fn of_decode(is_stream: bool, is_complete: Rc<Cell<bool>>) -> Self {
-        Self { is_complete: Some(is_complete), ..Self::of_a_worker(is_stream, None) }
+    fn of_decode(is_stream: bool, answering: &Answering<'a>) -> Self {
+        let is_complete = Some(answering.is_complete.clone());
+        Self { is_complete, ..Self::of_a_worker(is_stream, answering.watched) }
     }
 
     /// An error that came inside the stream.
@@ -88,8 +96,9 @@ impl StreamObserver {
     }
 }
 
-impl BodyObserver for StreamObserver {
+impl BodyObserver for StreamObserver<'_> {
     fn data(&mut self, payload: &[u8]) {
+        self.watched.came();
         self.answer.data(payload);
         self.queued = None;
         let Some(completion) = &mut self.completion else { return };
@@ -99,6 +108,10 @@ impl BodyObserver for StreamObserver {
         {
             is_complete.set(true);
         }
+    }
+
+    fn passed_on(&mut self) {
+        self.watched.passed_on();
     }
 
     fn is_whole(&self) -> bool {
@@ -115,13 +128,13 @@ impl BodyObserver for StreamObserver {
 pub(super) async fn relay_decode(
     response: UpstreamResponse,
     responder: &mut Responder,
-    answering: Answering,
+    answering: Answering<'_>,
     mut beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
     let is_stream = is_stream(&response);
     let worker = &answering.decode_worker;
-    let mut observer = StreamObserver::of_decode(is_stream, answering.is_complete.clone());
+    let mut observer = StreamObserver::of_decode(is_stream, &answering);
     let outcome = {
         let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
         poll_fn(|context| {

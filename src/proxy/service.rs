@@ -17,6 +17,7 @@ use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
+use super::silence::Streams;
 use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
 use crate::route::{Candidate, RoundRobin};
@@ -51,6 +52,7 @@ pub struct RouterService {
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
     pub(super) retry_budget: RetryBudget,
+    pub(super) streams: Rc<Streams>,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
     view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
@@ -74,6 +76,7 @@ impl RouterService {
             peers: Peers::default(),
             retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
+            streams: Streams::start(shared.clone()),
             shared,
             context,
         }

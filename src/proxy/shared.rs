@@ -8,6 +8,7 @@ use infera_shards::{Completion, Response};
 
 use super::keys::{ClientKeys, OutboundHeaders};
 use super::metrics::RequestMetrics;
+use super::silence::SilenceLimits;
 use super::steering::Steering;
 use crate::breaker::BreakerSettings;
 use crate::index::SharedView;
@@ -33,6 +34,7 @@ pub struct Settings {
     pub retry_budget_percent: f64,
     pub breaker: BreakerSettings,
     pub caps: InflightCaps,
+    pub silence: SilenceLimits,
     pub client_keys: ClientKeys,
     pub outbound: OutboundHeaders,
     pub disaggregation: DisaggregationSettings,
