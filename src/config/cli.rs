@@ -111,7 +111,7 @@ pub struct RoutingArgs {
     #[arg(long, alias = "kv-tokenizer-path", value_name = "PATH")]
     pub router_tokenizer_path: Option<std::path::PathBuf>,
     /// Weight of one missing prefix block against one block of load; 0 routes by load only [default: 12; 1 with --kv-load
-    /// active, and for decode workers].
+    /// active, for decode workers and for requests with images].
     #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
     pub kv_overlap_weight: Option<f64>,
     /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.

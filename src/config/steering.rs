@@ -43,7 +43,7 @@ pub struct SteeringArgs {
     #[arg(long, value_name = "N", default_value_t = limits::SESSIONS_MAX as u32)]
     pub session_affinity_capacity: u32,
     /// off|idle|on: blocks that a worker missed lately count as load, so that requests that never overlap in time
-    /// spread too; idle: a tenth of them, and only when no candidate has a request in flight.
+    /// spread too; idle: each as a tenth of a missing block, and only when no candidate has a request in flight.
     #[arg(long, value_name = "MODE", default_value = "idle")]
     pub kv_recent_load: String,
     /// queue|active: what counts as a worker's load when a mixed or prefill worker is picked; queue: blocks that it has

@@ -14,7 +14,7 @@ use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
 use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode, SilenceLimits};
 use crate::route::Policy;
-use crate::worker::{Role, WorkerRecord};
+use crate::worker::WorkerRecord;
 
 const SHARDS_MAX: u32 = 1024;
 const ENCODER_THREADS_MAX: u32 = 1024;
@@ -81,8 +81,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let template_arguments = reads_prompts && arguments.routing.kv_per_worker_template_kwargs;
     let mut discovery = DiscoveryConfig { template_arguments, ..discovery };
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
-    let overlap_weight = |role| routing.overlap_weight.unwrap_or_else(|| steering.load_term.of(role).overlap_weight());
-    let disaggregation = disaggregation(&arguments.disaggregation, overlap_weight, &mut problems);
+    let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
     let silence = silence(&arguments.upstream, &mut problems);
     let access = super::access::settings(&arguments.access, &mut problems);
@@ -128,7 +127,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         discovery,
         policy: routing.policy,
         tokenizer_path: routing.tokenizer_path,
-        kv_overlap_weight: overlap_weight(Role::Mixed),
+        kv_overlap_weight: routing.overlap_weight,
         kv_host_tier_weight: routing.host_tier_weight,
         kv_self_heal: routing.self_heal,
         chat_template_kwargs: routing.chat_template_kwargs,
@@ -374,19 +373,13 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
 
 fn disaggregation(
     arguments: &DisaggregationArgs,
-    overlap_weight: impl Fn(Role) -> f64,
+    overlap_weight: Option<f64>,
     problems: &mut Problems,
 ) -> DisaggregationSettings {
-    let mut weight = |flag, given: Option<f64>, role| {
-        given.map_or_else(|| overlap_weight(role), |given| problems.weight(flag, given))
-    };
+    let mut weight = |flag, given: Option<f64>| given.map(|given| problems.weight(flag, given)).or(overlap_weight);
     DisaggregationSettings {
-        prefill_overlap_weight: weight(
-            "--kv-prefill-overlap-weight",
-            arguments.kv_prefill_overlap_weight,
-            Role::Prefill,
-        ),
-        decode_overlap_weight: weight("--kv-decode-overlap-weight", arguments.kv_decode_overlap_weight, Role::Decode),
+        prefill_overlap_weight: weight("--kv-prefill-overlap-weight", arguments.kv_prefill_overlap_weight),
+        decode_overlap_weight: weight("--kv-decode-overlap-weight", arguments.kv_decode_overlap_weight),
         prefill_release: problems.choice(
             "--pd-prefill-guard-release",
             &arguments.pd_prefill_guard_release,

@@ -20,7 +20,7 @@ use crate::hash::BlockHash;
 use crate::index::View;
 use crate::load::Booking;
 use crate::route::affinity::Lease;
-use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy, RecentLoad};
+use crate::route::{self, Candidate, IMAGE_BLOCKS, LoadTerm, Policy, RecentLoad};
 use crate::worker::{Name, Role};
 
 /// A booked target. Dropping it releases all that was charged for it.
@@ -143,8 +143,21 @@ fn pick_among(service: &RouterService, view: &View, wish: &Wish<'_>, scratch: &m
         info!(policy = "round-robin", role = wish.role.as_str(), picked = &*target.route_key, "pick");
         return Charge { session: lease, ..Charge::of(Arc::new([])) }.on(service, target);
     }
-    fill(service, view, wish, indexes, queries, candidates);
-    kv_aware(service, view, wish, candidates, &session)
+    let facts = &wish.prompts.facts;
+    // Of an image nobody knows how long its computing takes: such picks keep the plain formula.
+    let load_term = if facts.is_multimodal { LoadTerm::Active } else { shared.steering.load_term.of(wish.role) };
+    let weight = shared.settings.overlap_weight_of(wish.role, load_term) * facts.retention.weight_factor();
+    let terms = Terms { load_term, weight };
+    fill(service, view, wish, terms, indexes, queries, candidates);
+    kv_aware(service, view, wish, weight, candidates, &session)
+}
+
+/// What a pick's cost is made of.
+#[derive(Clone, Copy)]
+struct Terms {
+    load_term: LoadTerm,
+    /// Of a missing block.
+    weight: f64,
 }
 
 /// One candidate per target: what it holds of the prompt or of the images, and its load.
@@ -152,6 +165,7 @@ fn fill(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
+    terms: Terms,
     indexes: &[u32],
     queries: &mut Queries,
     candidates: &mut Vec<Candidate>,
@@ -161,8 +175,7 @@ fn fill(
     // Images are encoded at prefill: a decode worker holds none.
     let images: &[_] = if wish.role == Role::Decode { &[] } else { &facts.images };
     let is_idle = indexes.iter().all(|index| view.fleet.targets[*index as usize].load.requests() == 0);
-    let recent_weight = steering.recent_load.weight(is_idle);
-    let load_term = steering.load_term.of(wish.role);
+    let recent_weight = steering.recent_load.weight(is_idle, terms.weight);
     let pick_number = steering.picks.current();
     candidates.clear();
     let host_weight = service.shared.settings.host_tier_weight;
@@ -190,7 +203,7 @@ fn fill(
             request_blocks,
             cache_hits,
             active_blocks: target.load.active_blocks(),
-            load_blocks: load_term.blocks(&target.load)
+            load_blocks: terms.load_term.blocks(&target.load)
                 + if recent_weight > 0.0 {
                     recent_weight * route::recent_blocks(&target.load, pick_number)
                 } else {
@@ -206,12 +219,12 @@ fn kv_aware(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
+    weight: f64,
     candidates: &[Candidate],
     session: &Session<'_>,
 ) -> Option<Picked> {
     let shared = &service.shared;
     let facts = &wish.prompts.facts;
-    let weight = shared.settings.overlap_weight_of(wish.role) * facts.retention.weight_factor();
     let demand = Demand::of(service, view, wish);
     let mut place;
     let mut reservation = None;

@@ -15,7 +15,7 @@ use crate::index::SharedView;
 use crate::load::LedgerSink;
 use crate::prompt::Prompter;
 use crate::prompt::pool::EncoderPool;
-use crate::route::Policy;
+use crate::route::{LoadTerm, Policy};
 use crate::worker::Role;
 
 /// Settings of the request path; fixed for the life of the process.
@@ -24,8 +24,8 @@ pub struct Settings {
     pub policy: Policy,
     /// How many shards there are.
     pub shards: usize,
-    /// `--kv-overlap-weight`.
-    pub overlap_weight: f64,
+    /// `--kv-overlap-weight`; absent: as the load term of the pick has it.
+    pub overlap_weight: Option<f64>,
     /// `--kv-host-tier-weight`.
     pub host_tier_weight: f64,
     /// `--request-max-retries`: attempts on other workers after the first.
@@ -41,13 +41,14 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Weight of the cache term when a worker of this role is picked.
-    pub fn overlap_weight_of(&self, role: Role) -> f64 {
-        match role {
+    /// Weight of the cache term when a worker of this role is picked by this load term.
+    pub fn overlap_weight_of(&self, role: Role, load_term: LoadTerm) -> f64 {
+        let given = match role {
             Role::Mixed => self.overlap_weight,
             Role::Prefill => self.disaggregation.prefill_overlap_weight,
             Role::Decode => self.disaggregation.decode_overlap_weight,
-        }
+        };
+        given.unwrap_or_else(|| load_term.overlap_weight())
     }
 }
 
@@ -63,10 +64,10 @@ pub struct InflightCaps {
 /// Settings of requests that a prefill and a decode worker share.
 #[derive(Clone, Debug)]
 pub struct DisaggregationSettings {
-    /// `--kv-prefill-overlap-weight`.
-    pub prefill_overlap_weight: f64,
-    /// `--kv-decode-overlap-weight`.
-    pub decode_overlap_weight: f64,
+    /// `--kv-prefill-overlap-weight`, else the global one.
+    pub prefill_overlap_weight: Option<f64>,
+    /// `--kv-decode-overlap-weight`, else the global one.
+    pub decode_overlap_weight: Option<f64>,
     pub prefill_release: PrefillRelease,
     /// How long a prefill answer may go on after decode has ended; `None` for ever.
     pub prefill_drain_timeout: Option<Duration>,

@@ -145,7 +145,7 @@ impl KvAware {
             self.snapshot.query(&blocks[..reusable], &mut self.hits);
         }
         let is_idle = self.loads.iter().all(|load| load.requests() == 0);
-        let recent_weight = self.options.recent_load.weight(is_idle);
+        let recent_weight = self.options.recent_load.weight(is_idle, self.options.overlap_weight);
         let pick_number = self.picks.current();
         let (queued, active) = self.options.block_weights;
         self.candidates.clear();
