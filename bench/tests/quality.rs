@@ -37,9 +37,13 @@ fn kv_aware_is_near_the_oracle_ahead_of_round_robin_and_the_same_every_time() {
     assert_eq!(serde_json::to_string(&results).unwrap(), serde_json::to_string(&again).unwrap());
     let order: Vec<(&str, u64)> = results.iter().map(|result| (&*result.rule, result.seed)).collect();
     assert_eq!(order[..3], [("round-robin", 1), ("round-robin", 2), ("session-affinity", 1)]);
-    for result in &results {
-        assert!(result.outcome.hit_rate <= result.hit_rate_memory, "{result:?}");
-        assert!(result.hit_rate_memory <= result.hit_rate_infinite, "{result:?}");
+    let bounds = of(&results, "round-robin").map(|result| result.bounds.unwrap());
+    for (number, bounds) in bounds.enumerate() {
+        assert!(bounds.memory <= bounds.infinite, "{bounds:?}");
+        for result in results.iter().filter(|result| result.seed == number as u64 + 1) {
+            // Agents wait for answers, so that the order of requests, and with it the bound, differs a little by rule.
+            assert!(result.outcome.hit_rate <= bounds.memory + 0.005, "{result:?} {bounds:?}");
+        }
     }
     for (ours, (turns, oracle)) in
         of(&results, "kv-aware").zip(of(&results, "round-robin").zip(of(&results, "most-cached")))

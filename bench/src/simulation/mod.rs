@@ -10,6 +10,6 @@ mod summary;
 
 pub use kv_aware::{Knowledge, Options};
 pub use picture::svg;
-pub use plan::{Plan, RunResult, Source, run_all};
+pub use plan::{Bounds, Plan, RunResult, Source, run_all};
 pub use rule::Rule;
 pub use summary::{Row, Summary, summarise};

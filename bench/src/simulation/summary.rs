@@ -64,8 +64,8 @@ pub fn summarise(name: &str, results: &[RunResult], is_oracle: impl Fn(&str) -> 
     Summary {
         name: name.to_owned(),
         oracle: of(seeds.iter().map(|run| oracle_of(run.seed))),
-        best_for_memory: of(results.iter().map(|run| run.hit_rate_memory)),
-        infinite_cache: of(results.iter().map(|run| run.hit_rate_infinite)),
+        best_for_memory: of(results.iter().filter_map(|run| Some(run.bounds?.memory))),
+        infinite_cache: of(results.iter().filter_map(|run| Some(run.bounds?.infinite))),
         rows,
     }
 }
@@ -108,6 +108,7 @@ impl Summary {
 
 #[cfg(test)]
 mod tests {
+    use super::super::plan::Bounds;
     use super::*;
 
     fn result(rule: &str, seed: u64, hit_rate: f64) -> RunResult {
@@ -124,7 +125,8 @@ mod tests {
             imbalance_prefill: 1.0,
             seconds: 1.0,
         };
-        RunResult { rule: rule.into(), seed, outcome, hit_rate_infinite: 0.9, hit_rate_memory: 0.8 }
+        let bounds = Some(Bounds { infinite: 0.9, memory: 0.8 });
+        RunResult { rule: rule.into(), seed, outcome, bounds }
     }
 
     #[test]
