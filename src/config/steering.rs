@@ -47,7 +47,7 @@ pub struct SteeringArgs {
     #[arg(long, value_name = "MODE", default_value = "idle")]
     pub kv_recent_load: String,
     /// queue|active: what counts as a worker's load when a mixed or prefill worker is picked; queue: blocks that it has
-    /// yet to compute, and half of those in flight; active: all blocks in flight, the plain formula.
+    /// yet to compute, half of those in flight, and 1,024 tokens for each request; active: all blocks in flight, the plain formula.
     #[arg(long, value_name = "TERM", default_value = "queue")]
     pub kv_load: String,
 }

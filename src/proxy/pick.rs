@@ -20,7 +20,7 @@ use crate::hash::BlockHash;
 use crate::index::View;
 use crate::load::Booking;
 use crate::route::affinity::Lease;
-use crate::route::{self, Candidate, IMAGE_BLOCKS, LoadTerm, Policy, RecentLoad};
+use crate::route::{self, Candidate, IMAGE_BLOCKS, LoadTerm, LoadWeights, Policy, RecentLoad};
 use crate::worker::{Name, Role};
 
 /// A booked target. Dropping it releases all that was charged for it.
@@ -147,7 +147,7 @@ fn pick_among(service: &RouterService, view: &View, wish: &Wish<'_>, scratch: &m
     // Of an image nobody knows how long its computing takes: such picks keep the plain formula.
     let load_term = if facts.is_multimodal { LoadTerm::Active } else { shared.steering.load_term.of(wish.role) };
     let weight = shared.settings.overlap_weight_of(wish.role, load_term) * facts.retention.weight_factor();
-    let terms = Terms { load_term, weight };
+    let terms = Terms { load: load_term.weights(), weight };
     fill(service, view, wish, terms, indexes, queries, candidates);
     kv_aware(service, view, wish, weight, candidates, &session)
 }
@@ -155,7 +155,7 @@ fn pick_among(service: &RouterService, view: &View, wish: &Wish<'_>, scratch: &m
 /// What a pick's cost is made of.
 #[derive(Clone, Copy)]
 struct Terms {
-    load_term: LoadTerm,
+    load: LoadWeights,
     /// Of a missing block.
     weight: f64,
 }
@@ -203,7 +203,7 @@ fn fill(
             request_blocks,
             cache_hits,
             active_blocks: target.load.active_blocks(),
-            load_blocks: terms.load_term.blocks(&target.load)
+            load_blocks: terms.load.blocks(&target.load, block_tokens)
                 + if recent_weight > 0.0 {
                     recent_weight * route::recent_blocks(&target.load, pick_number)
                 } else {

@@ -62,7 +62,7 @@ struct Arguments {
     /// Longest mean time between tokens that is still good, seconds.
     #[arg(long, default_value_t = 0.1)]
     slo_itl: f64,
-    /// round-robin, session-affinity, most-cached, or kv-aware with load=queue|active, weight=, queued=, active=,
+    /// round-robin, session-affinity, most-cached, or kv-aware with load=queue|active, weight=, queued=, active=, requests=,
     /// recent=off|idle|on, knowledge=events|promised|truth; without options as the router's own. Repeatable.
     #[arg(long, default_values = ["round-robin", "session-affinity", "kv-aware,load=active", "kv-aware"])]
     rule: Vec<Rule>,

@@ -11,7 +11,7 @@ use infera_router::fleet::{Slot, TargetId, TargetLoad};
 use infera_router::hash::{BlockHash, prompt_blocks};
 use infera_router::index::{Hits, Mirror, Snapshot, Tree};
 use infera_router::load::{Booking, Ledger, LedgerMessage, LedgerSink};
-use infera_router::route::{self, Candidate, LoadTerm, PickCounter, RecentLoad};
+use infera_router::route::{self, Candidate, LoadTerm, LoadWeights, PickCounter, RecentLoad};
 use loadgen::engine::scheduler::CacheEvent;
 use loadgen::sim::{Engines, Named, Request, Router};
 
@@ -26,14 +26,12 @@ pub enum Knowledge {
     Truth,
 }
 
-/// Options of kv-aware: `weight × (blocks − hits) + queued × queued_blocks + active × active_blocks`, and recent load. The
-/// router has two settings of the last two weights (`--kv-load`); others are for those who look for better ones.
+/// Options of kv-aware. The router has two settings of the load's weights (`--kv-load`); others are for those who look for
+/// better ones.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     pub overlap_weight: f64,
-    /// Of a block that is to be computed for a request whose answer has not begun, and of a distinct block of the prompts in
-    /// flight.
-    pub block_weights: (f64, f64),
+    pub load: LoadWeights,
     pub recent_load: RecentLoad,
     pub knowledge: Knowledge,
 }
@@ -43,7 +41,7 @@ impl Options {
     pub fn with(term: LoadTerm) -> Self {
         Self {
             overlap_weight: term.overlap_weight(),
-            block_weights: term.block_weights(),
+            load: term.weights(),
             recent_load: RecentLoad::default(),
             knowledge: Knowledge::Events,
         }
@@ -147,7 +145,6 @@ impl KvAware {
         let is_idle = self.loads.iter().all(|load| load.requests() == 0);
         let recent_weight = self.options.recent_load.weight(is_idle, self.options.overlap_weight);
         let pick_number = self.picks.current();
-        let (queued, active) = self.options.block_weights;
         self.candidates.clear();
         for (engine, load) in self.loads.iter().enumerate() {
             let announced = self.hits.depth(Slot(engine as u32));
@@ -161,8 +158,7 @@ impl KvAware {
                 request_blocks: blocks.len() as u32,
                 cache_hits,
                 active_blocks: load.active_blocks(),
-                load_blocks: queued * load.queued_blocks() as f64
-                    + active * load.active_blocks() as f64
+                load_blocks: self.options.load.blocks(load, self.block_size as u32)
                     + recent_weight * route::recent_blocks(load, pick_number),
                 picked_at_ns: load.picked_at_ns(),
                 block_tokens: self.block_size as u32,

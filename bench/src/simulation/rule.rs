@@ -71,8 +71,9 @@ fn options(text: &str) -> anyhow::Result<Options> {
         match (key, value) {
             ("load", _) => {}
             ("weight", _) => options.overlap_weight = number()?,
-            ("queued", _) => options.block_weights.0 = number()?,
-            ("active", _) => options.block_weights.1 = number()?,
+            ("queued", _) => options.load.queued = number()?,
+            ("active", _) => options.load.active = number()?,
+            ("requests", _) => options.load.request_tokens = number()?,
             ("recent", "off") => options.recent_load = RecentLoad::Off,
             ("recent", "idle") => options.recent_load = RecentLoad::Idle,
             ("recent", "on") => options.recent_load = RecentLoad::On,
@@ -80,7 +81,7 @@ fn options(text: &str) -> anyhow::Result<Options> {
             ("knowledge", "promised") => options.knowledge = Knowledge::Promised,
             ("knowledge", "truth") => options.knowledge = Knowledge::Truth,
             _ => bail!(
-                "`{key}={value}`: known are load=queue|active, weight, queued, active, recent=off|idle|on, \
+                "`{key}={value}`: known are load=queue|active, weight, queued, active, requests, recent=off|idle|on, \
                  knowledge=events|promised|truth"
             ),
         }
@@ -102,15 +103,16 @@ impl fmt::Display for Rule {
 impl fmt::Display for Options {
     /// What differs from the router's own settings.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let is_plain = self.block_weights == LoadTerm::Active.block_weights();
+        let is_plain = self.load == LoadTerm::Active.weights();
         let usual = Options::with(if is_plain { LoadTerm::Active } else { LoadTerm::Queue });
         if is_plain {
             formatter.write_str(",load=active")?;
         }
         let numbers = [
             ("weight", self.overlap_weight, usual.overlap_weight),
-            ("queued", self.block_weights.0, usual.block_weights.0),
-            ("active", self.block_weights.1, usual.block_weights.1),
+            ("queued", self.load.queued, usual.load.queued),
+            ("active", self.load.active, usual.load.active),
+            ("requests", self.load.request_tokens, usual.load.request_tokens),
         ];
         for (name, value, usual) in numbers {
             if value != usual {
@@ -144,7 +146,7 @@ mod tests {
             "session-affinity",
             "most-cached",
             "kv-aware",
-            "kv-aware,weight=20,queued=0.5,active=1,recent=on,knowledge=truth",
+            "kv-aware,weight=20,queued=0.5,active=1,requests=9,recent=on,knowledge=truth",
             "kv-aware,load=active",
             "kv-aware,load=active,weight=4,recent=off",
             "kv-aware,recent=off,knowledge=promised",

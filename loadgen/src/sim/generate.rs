@@ -22,6 +22,8 @@ pub enum Shape {
     /// Agents of 24 calls: one of 8 prompts with tools of 10,000 tokens (Zipf 0.8), a task of 1,500; each call is
     /// answered by 150 tokens, then a tool runs for 3 s and appends 1,200.
     Agents,
+    /// One system prompt of 500 tokens for all, a question of 60, an answer of 300.
+    OnePrompt,
     /// Prompts of 3,000 tokens that nobody shares, answers of 200.
     Unique,
 }
@@ -33,6 +35,7 @@ impl Shape {
             Shape::Rag => "rag",
             Shape::Chat => "chat",
             Shape::Agents => "agents",
+            Shape::OnePrompt => "one-prompt",
             Shape::Unique => "unique",
         }
     }
@@ -97,6 +100,11 @@ impl Maker {
                 self.append_own(&mut path, 300.0);
                 let calls = self.count(24.0);
                 self.turns(&mut path, at_ns, calls, 3.0, [1200.0, 150.0]);
+            }
+            Shape::OnePrompt => {
+                path.append(mixed(self.seed, 0), 500);
+                self.append_own(&mut path, 60.0);
+                self.ask(&mut path, Start::At(at_ns), 300.0);
             }
             Shape::Unique => {
                 self.append_own(&mut path, 3000.0);
@@ -164,7 +172,7 @@ mod tests {
 
     #[test]
     fn seeds_decide_and_turns_grow_what_was_there() {
-        for shape in [Shape::SharedPrompts, Shape::Rag, Shape::Chat, Shape::Agents, Shape::Unique] {
+        for shape in [Shape::SharedPrompts, Shape::Rag, Shape::Chat, Shape::Agents, Shape::OnePrompt, Shape::Unique] {
             let names = |seed| {
                 let workload = generate(shape, 200, 2.0, 64, seed);
                 workload.requests.iter().map(|it| (it.start, it.content.names().to_vec())).collect::<Vec<_>>()
