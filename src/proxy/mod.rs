@@ -9,6 +9,7 @@ mod disaggregated;
 mod exchange;
 mod held;
 mod keys;
+mod leg_end;
 mod legs;
 mod metrics;
 mod observe;

@@ -12,6 +12,7 @@ use infera_shards::{Rejection, Request, Responder, Response, Service, ShardConte
 use serde_json::json;
 
 use super::budget::RetryBudget;
+use super::cleanup::ShardSide;
 use super::exchange;
 use super::metrics::TargetHandles;
 use super::peers::Peers;
@@ -48,6 +49,8 @@ impl Surface {
 pub struct RouterService {
     surface: Surface,
     pub(super) shared: Arc<Shared>,
+    /// For what outlives a request.
+    pub(super) side: Rc<ShardSide>,
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
@@ -76,6 +79,7 @@ impl RouterService {
             peers: Peers::default(),
             retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
+            side: Rc::new(ShardSide { shared: shared.clone(), upstream: context.upstream.clone() }),
             streams: Streams::start(shared.clone()),
             shared,
             context,
