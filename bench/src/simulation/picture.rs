@@ -48,7 +48,7 @@ fn panel(out: &mut String, summary: &Summary, top: f64, highlighted: &str) {
             "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{:.1}\" y2=\"{bottom:.1}\" stroke=\"{colour}\"/>",
             top + 48.0
         );
-        text(out, (at, top + 44.0), "text-anchor=\"end\" fill=\"#555\"", &format!("{name} {value:.3}"));
+        text(out, (at, label), "text-anchor=\"end\" fill=\"#555\"", &format!("{name} {value:.3}"));
     }
     for (number, row) in summary.rows.iter().enumerate() {
         let y = top + HEAD_HEIGHT + ROW_HEIGHT * number as f64;
