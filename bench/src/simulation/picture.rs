@@ -39,9 +39,10 @@ fn panel(out: &mut String, summary: &Summary, top: f64, highlighted: &str) {
     let figures = LABEL_WIDTH + BAR_WIDTH + 12.0;
     text(out, (figures, top + 44.0), "fill=\"#555\"", "hit rate · TTFT p50, p99 · goodput");
     let bottom = top + panel_height(summary) - 8.0;
-    for (value, colour, name) in
-        [(summary.oracle.median, "#222", "oracle"), (summary.best_for_memory.median, "#bbb", "best for the memory")]
-    {
+    for (value, colour, name, label) in [
+        (summary.oracle.median, "#222", "oracle", top + 44.0),
+        (summary.best_for_memory.median, "#bbb", "best for the memory", top + 32.0),
+    ] {
         let at = x(value);
         let _ = writeln!(
             out,
