@@ -141,7 +141,7 @@ mod tests {
             |mode: RecentLoad, is_idle, weight| mode.weight(is_idle, weight) * recent_blocks(&load, picks.current());
         let penalty = |mode, is_idle| weighed(mode, is_idle, 1.0);
         assert!(penalty(RecentLoad::Idle, true) < 10.0);
-        assert_eq!(weighed(RecentLoad::Idle, true, 12.0), 12.0 * penalty(RecentLoad::Idle, true));
+        assert!((weighed(RecentLoad::Idle, true, 12.0) - 12.0 * penalty(RecentLoad::Idle, true)).abs() < 1e-9);
         assert_eq!((penalty(RecentLoad::Idle, false), penalty(RecentLoad::Off, true)), (0.0, 0.0));
         assert!(penalty(RecentLoad::On, false) > 90.0);
     }
