@@ -11,6 +11,7 @@ mod held;
 mod keys;
 mod leg_end;
 mod legs;
+mod live;
 mod metrics;
 mod observe;
 mod pair;
@@ -28,6 +29,7 @@ mod steering;
 mod verdict;
 
 pub use keys::{ClientKeys, OutboundHeaders};
+pub use live::{LiveCell, LiveSettings};
 pub use metrics::RequestMetrics;
 pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{

@@ -13,7 +13,7 @@ use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
 use super::queries::Queries;
 use super::service::{Handles, RouterService, Scratch};
 use super::steering::{SessionName, Turn};
-use crate::breaker::{Admission, Probe};
+use crate::breaker::{Admission, BreakerSettings, Probe};
 use crate::decode_demand::{self, DecodeCandidate, DecodeDemand, Input, Reservation, Selection};
 use crate::fleet::{Fleet, HealthState, RecordId, Target, Worker};
 use crate::hash::BlockHash;
@@ -35,6 +35,8 @@ pub(super) struct Picked {
     pub(super) session: Option<Lease>,
     /// Present when the request tries a worker that the circuit breaker has opened.
     pub(super) probe: Cell<Option<Probe>>,
+    /// As it stood at the pick.
+    pub(super) breaker: BreakerSettings,
 }
 
 impl Picked {
@@ -80,7 +82,8 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Res
     if indexes.is_empty() {
         return Err(NoPick::NoneLeft);
     }
-    if let Some(cap) = service.shared.settings.caps.per_target {
+    let cap = service.live().caps.per_target;
+    if let Some(cap) = cap {
         indexes.retain(|index| view.fleet.targets[*index as usize].load.requests() < cap);
         if indexes.is_empty() {
             return Err(NoPick::Full);
@@ -107,9 +110,10 @@ fn leave_out_ailing(service: &RouterService, fleet: &Fleet, indexes: &mut Vec<u3
     if !fleet.has_ailing() {
         return true;
     }
-    let (breaker, now_ms) = (&service.shared.settings.breaker, service.shared.now_ms());
-    let may_be_asked =
-        |index: &u32| breaker.admission(&fleet.targets[*index as usize].worker.health, now_ms) != Admission::Excluded;
+    let (live, now_ms) = (service.live(), service.shared.now_ms());
+    let may_be_asked = |index: &u32| {
+        live.breaker.admission(&fleet.targets[*index as usize].worker.health, now_ms) != Admission::Excluded
+    };
     let is_anyone_left = indexes.iter().any(may_be_asked);
     if is_anyone_left {
         indexes.retain(may_be_asked);
@@ -146,7 +150,7 @@ fn pick_among(service: &RouterService, view: &View, wish: &Wish<'_>, scratch: &m
     let facts = &wish.prompts.facts;
     // Of an image nobody knows how long its computing takes: such picks keep the plain formula.
     let load_term = if facts.is_multimodal { LoadTerm::Active } else { shared.steering.load_term.of(wish.role) };
-    let weight = shared.settings.overlap_weight_of(wish.role, load_term) * facts.retention.weight_factor();
+    let weight = service.live().overlap_weight_of(wish.role, load_term) * facts.retention.weight_factor();
     let terms = Terms { load: load_term.weights(), weight };
     fill(service, view, wish, terms, indexes, queries, candidates);
     kv_aware(service, view, wish, weight, candidates, &session)
@@ -178,7 +182,7 @@ fn fill(
     let recent_weight = steering.recent_load.weight(is_idle, terms.weight);
     let pick_number = steering.picks.current();
     candidates.clear();
-    let host_weight = service.shared.settings.host_tier_weight;
+    let host_weight = service.live().host_tier_weight;
     queries.begin();
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
@@ -396,10 +400,11 @@ impl Charge {
         let shared = &service.shared;
         let handles = service.handles.of(&shared.metrics, target);
         handles.picks.inc();
+        let breaker = service.live().breaker;
         let health = &target.worker.health;
         let probe = match health.read().state {
             HealthState::Well => None,
-            _ => shared.settings.breaker.claim(health, shared.now_ms()),
+            _ => breaker.claim(health, shared.now_ms()),
         };
         let booking = Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns());
         Some(Picked {
@@ -411,6 +416,7 @@ impl Charge {
             _reservation: self.reservation,
             session: self.session,
             probe: Cell::new(probe),
+            breaker,
         })
     }
 }
