@@ -358,7 +358,11 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
                     "a prefill leg failed behind its decode leg"
                 );
             }
-            Some(PrefillEnd::Refused(_)) | None => {}
+            Some(PrefillEnd::Refused(refusal)) => {
+                let standing = Standing::of(&refusal, &attempt.service.shared.settings.outbound);
+                attempt.pair.prefill.answered(&attempt.service.shared, standing);
+            }
+            None => {}
         }
     })
     .await;

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::*;
@@ -114,14 +114,31 @@ fn b36_without_another_pair_the_error_names_the_prefill_leg() {
 /// A full worker says nothing about the request: another pair takes it, and the full one gets the time it asked for.
 #[test]
 fn a_leg_that_is_full_goes_to_another_pair_and_the_last_one_is_told_as_it_is() {
+    let prefilled = Arc::new(AtomicUsize::new(0));
     let full = || {
-        leg(|_, conversation| {
+        let prefilled = prefilled.clone();
+        leg(move |_, conversation| {
             conversation.write(b"HTTP/1.1 429 Busy\r\nRetry-After: 30\r\nContent-Length: 4\r\n\r\nfull");
+            prefilled.fetch_add(1, Ordering::SeqCst);
             Then::KeepAlive
         })
     };
     let (busy_prefill, busy_decode) = (full(), full());
-    let (prefill, decode) = (done(), decoding());
+    let counted = prefilled.clone();
+    let prefill = leg(move |_, conversation| {
+        let then = conversation.json(200, "{}");
+        counted.fetch_add(1, Ordering::SeqCst);
+        then
+    });
+    // As engines do, decode waits for its prefill.
+    let (awaited, asked) = (prefilled.clone(), AtomicUsize::new(0));
+    let decode = leg(move |_, conversation| {
+        let own = asked.fetch_add(1, Ordering::SeqCst) + 1;
+        wait_until("prefill has answered", || awaited.load(Ordering::SeqCst) >= own);
+        conversation.sse_head();
+        conversation.chunk("data: [DONE]\n\n");
+        conversation.last_chunk()
+    });
     for (prefills, decodes, busy) in [
         (vec![busy_prefill.address, prefill.address], vec![decode.address], &busy_prefill),
         (vec![prefill.address], vec![busy_decode.address, decode.address], &busy_decode),
