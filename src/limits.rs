@@ -202,3 +202,5 @@ pub const SELF_HEAL_ASKS_MAX: usize = 16;
 pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
 /// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.
 pub const TIKTOKEN_TOKEN_BYTES_MAX: usize = 4096;
+/// The configuration file (`--config`), bytes.
+pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;

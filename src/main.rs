@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use infera_router::admin::{Admin, AdminState};
-use infera_router::config::{self, Config, InspectCommand, Invocation};
+use infera_router::config::{self, Config, Effective, InspectCommand, Invocation};
 use infera_router::discovery::Discovery;
 use infera_router::ingest::self_heal::SelfHeal;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
-use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Shared, Steering, Surface};
+use infera_router::proxy::{Lifecycle, LiveCell, RequestMetrics, RouterService, Shared, Steering, Surface};
+use infera_router::reload::{Reload, Users};
 use infera_router::route::Policy;
 use infera_router::supervise::{self, End, Supervisor};
 use infera_router::{inspect, logging, parity};
@@ -19,7 +20,7 @@ use infera_shards::Engine;
 use tracing::{info, warn};
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: infera_shards::Allocator = infera_shards::Allocator;
 
 fn main() -> ExitCode {
     let result = match config::parse(std::env::args_os()) {
@@ -41,9 +42,10 @@ fn main() -> ExitCode {
 }
 
 fn serve(config: &Config) -> anyhow::Result<()> {
-    let log = logging::start(config.log_format);
+    let filter = logging::parse(&config.log_level).map_err(anyhow::Error::msg)?;
+    let log = logging::start(config.log_format, filter);
     let supervisor = Supervisor::start()?;
-    config.effective().for_each(|line| tracing::debug!("{line}"));
+    config.effective().iter().for_each(|line| tracing::debug!("{line}"));
     config.warnings.iter().for_each(|warning| warn!("{warning}"));
 
     config::raise_descriptor_limit(config.connections_max);
@@ -86,6 +88,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let admin = Admin::start(AdminState { view: ingest.view.clone(), policy: config.policy, page })?;
     let shared = Arc::new(Shared {
         settings: config.request_settings(),
+        live: LiveCell::new(config.live_settings()),
         view: ingest.view.clone(),
         ledger: ingest.ledger.clone(),
         prompter,
@@ -99,6 +102,14 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     });
 
     shared.share_encoders();
+    let users = Users {
+        shared: shared.clone(),
+        discovery: discovery.control(),
+        heal: heal.as_ref(),
+        log: log.filter(),
+        effective: Effective::of(config),
+    };
+    let mut reload = Reload::new(config.clone(), users)?;
 
     let surface = if config.admin_listen.is_some() { Surface::Traffic } else { Surface::All };
     let serve = |surface: Surface| {
@@ -115,28 +126,19 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     }
     // Set once, here: the page shows the engine from now on.
     let _ = engine_stats.set(Arc::downgrade(&engine));
-    let driver = engine.driver();
-    info!(
-        address = %engine.local_addr(),
-        shards = config.shards,
-        policy = config.policy.as_str(),
-        driver = driver.name,
-        flags = driver.flags.join("+"),
-        "listening"
-    );
-
-    supervisor.ready();
-    let end = supervisor.watch(&engine, || (!ingest.is_running()).then_some("ingest"));
+    supervisor.listening(&engine, config);
+    let end = supervisor.watch(&engine, || (!ingest.is_running()).then_some("ingest"), || reload.run());
     supervisor.stopping();
     let signal = match end {
         End::Signal(signal) => signal,
         End::Lost(thread) => supervise::die_without(&thread, log),
     };
     lifecycle.drain();
-    supervisor.drain(signal, &engine, config.drain_timeout);
+    supervisor.drain(signal, &engine, reload.config().drain_timeout);
     drop(control);
     drop(engine);
     discovery.stop();
+    drop(reload);
     drop(heal);
     drop(shared);
     admin.stop();

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use infera_shards::{
-    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
+    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, boxed, time,
 };
 use tracing::{debug, warn};
 
 use super::direct::{self, Named};
-use super::disaggregated;
+use super::disaggregated::{self, Paired};
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
@@ -65,7 +65,8 @@ impl Drop for Record<'_> {
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
     let received = request.received;
     let mut record = Record::start(&service.shared.metrics, received);
-    if let Some(cap) = service.shared.settings.caps.total
+    let cap = service.live().caps.total;
+    if let Some(cap) = cap
         && service.shared.metrics.inflight() > cap
     {
         let reason = format!("{cap} requests are in flight, which is as many as may be");
@@ -73,16 +74,13 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
         return;
     }
     let watched = Watched::new(&service.streams);
-    record.outcome = match Box::pin(attempts(service, endpoint, request, &watched)).await {
+    record.outcome = match boxed(|| attempts(service, endpoint, request, &watched)).await {
         Ok(Served::ByOne(picked, response)) => {
             relay(&service.shared, &picked, response, responder, (received, &watched)).await
         }
         Ok(Served::ByAPair(paired)) => {
-            let Paired { endpoint, route, request, outline } = *paired;
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, (endpoint, route), request, outline, responder, &watched))
-                .await
-            {
+            match boxed(|| disaggregated::serve(service, paired, responder, &watched)).await {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(error, responder)).await,
             }
@@ -120,14 +118,6 @@ enum Served {
     ByAPair(Box<Paired>),
 }
 
-/// A request for a pair, as far as it is known.
-struct Paired {
-    endpoint: PdEndpoint,
-    route: Route,
-    request: Request,
-    outline: Option<Outline>,
-}
-
 /// What a request is, as far as it can be said without waiting.
 struct Begun {
     route: Route,
@@ -152,7 +142,7 @@ fn begin(
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let view = service.view();
     let fleet = &view.fleet;
-    let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
+    let named = Named::of(service.live().disaggregation.mode, &request.head, fleet)?;
     let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
     let pair = disaggregated::endpoint_of(&route.endpoint)
         .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
@@ -203,7 +193,7 @@ async fn attempts(
         watched.asks(&picked.handles);
         match send(service, &request, &picked).await {
             Ok(response) => {
-                let standing = Standing::of(&response, &shared.settings.outbound);
+                let standing = Standing::of(&response, &service.live().outbound);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
                     return match standing {
@@ -234,7 +224,8 @@ async fn attempts(
 /// while, so that a failing fleet is not asked by everybody in step.
 pub(super) async fn back_off(failed_attempts: usize) {
     if let Some(most_ms) = longest_delay_ms(failed_attempts) {
-        time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+        // Boxed: the timer is large and aligned to cache lines, which every request would inherit.
+        boxed(|| time::sleep(Duration::from_millis(fastrand::u64(..=most_ms)))).await;
     }
 }
 
@@ -269,7 +260,7 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         Err(NoPick::NoneLeft) => return Ok(None),
         Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
+    let may_retry = (tried.len() as u32) < service.live().retries_max
         && route::untried(&view.fleet, pool, tried)
             .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
     Ok(Some((picked, may_retry)))
@@ -301,7 +292,8 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
 
 async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
-    let edits = service.shared.settings.outbound.for_rank(picked.rank);
+    let live = service.live();
+    let edits = live.outbound.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
         authority: &worker.authority,
@@ -344,7 +336,7 @@ async fn relay(
                     count((&picked.handles, &picked.handles), received, &observer.answer);
                 }
                 if !status.is_client_error() && !status.is_server_error() {
-                    picked.succeeded(shared);
+                    picked.succeeded();
                 }
                 Outcome::from(status)
             }

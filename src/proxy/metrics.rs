@@ -2,9 +2,9 @@
 //! looked up once per (model, worker) and shard and then held, so that a request touches atomics only.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::rc::Rc;
 
+use hashbrown::HashMap;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
 };

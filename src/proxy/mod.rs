@@ -9,7 +9,9 @@ mod disaggregated;
 mod exchange;
 mod held;
 mod keys;
+mod leg_end;
 mod legs;
+mod live;
 mod metrics;
 mod observe;
 mod pair;
@@ -27,6 +29,7 @@ mod steering;
 mod verdict;
 
 pub use keys::{ClientKeys, OutboundHeaders};
+pub use live::{LiveCell, LiveSettings};
 pub use metrics::RequestMetrics;
 pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{

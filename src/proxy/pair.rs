@@ -2,6 +2,7 @@
 //! counts), then decode among those that speak the same protocol. Picks and bookings are one step, between two awaits.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
@@ -120,10 +121,10 @@ pub(super) fn pick_pair(
         };
     }
     let Some(picked_prefill) = pick_of(service, view, wish, Role::Prefill, &paired)? else { return Ok(None) };
-    let fleet = &view.fleet;
-    let worker = |index: u32| &fleet.targets[index as usize].worker.id;
+    // Ranks of one worker share its registration.
+    let is_of = |index: u32, picked: &Picked| Arc::ptr_eq(&view.fleet.targets[index as usize].worker, &picked.worker);
     let peer_of = |side: &[Member], picked: &Picked| {
-        side.iter().find(|it| *worker(it.index) == picked.worker.id).map(|member| member.peer.clone())
+        side.iter().find(|it| is_of(it.index, picked)).map(|member| member.peer.clone())
     };
     let Some(prefill_peer) = peer_of(&prefill, &picked_prefill) else { return Ok(None) };
     let protocol = prefill_peer.protocol;
@@ -131,9 +132,8 @@ pub(super) fn pick_pair(
         decode.iter().filter(|it| it.peer.protocol == protocol).map(|member| member.index).collect();
     let Some(picked_decode) = pick_of(service, view, wish, Role::Decode, &partners)? else { return Ok(None) };
     let Some(decode_peer) = peer_of(&decode, &picked_decode) else { return Ok(None) };
-    let another_prefill = paired.iter().any(|index| *worker(*index) != picked_prefill.worker.id);
-    let another_decode =
-        decode.iter().any(|it| *worker(it.index) != picked_decode.worker.id && speaks(&prefill, it.peer.protocol));
+    let another_prefill = paired.iter().any(|index| !is_of(*index, &picked_prefill));
+    let another_decode = decode.iter().any(|it| !is_of(it.index, &picked_decode) && speaks(&prefill, it.peer.protocol));
     Ok(Some(PickedPair {
         peers: PairPeers { prefill: prefill_peer, decode: decode_peer, prefill_rank: picked_prefill.rank },
         prefill: picked_prefill,

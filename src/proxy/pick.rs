@@ -13,7 +13,7 @@ use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
 use super::queries::Queries;
 use super::service::{Handles, RouterService, Scratch};
 use super::steering::{SessionName, Turn};
-use crate::breaker::{Admission, Probe};
+use crate::breaker::{Admission, BreakerSettings, Probe};
 use crate::decode_demand::{self, DecodeCandidate, DecodeDemand, Input, Reservation, Selection};
 use crate::fleet::{Fleet, HealthState, RecordId, Target, Worker};
 use crate::hash::BlockHash;
@@ -35,6 +35,8 @@ pub(super) struct Picked {
     pub(super) session: Option<Lease>,
     /// Present when the request tries a worker that the circuit breaker has opened.
     pub(super) probe: Cell<Option<Probe>>,
+    /// As it stood at the pick.
+    pub(super) breaker: BreakerSettings,
 }
 
 impl Picked {
@@ -80,7 +82,8 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Res
     if indexes.is_empty() {
         return Err(NoPick::NoneLeft);
     }
-    if let Some(cap) = service.shared.settings.caps.per_target {
+    let cap = service.live().caps.per_target;
+    if let Some(cap) = cap {
         indexes.retain(|index| view.fleet.targets[*index as usize].load.requests() < cap);
         if indexes.is_empty() {
             return Err(NoPick::Full);
@@ -107,9 +110,10 @@ fn leave_out_ailing(service: &RouterService, fleet: &Fleet, indexes: &mut Vec<u3
     if !fleet.has_ailing() {
         return true;
     }
-    let (breaker, now_ms) = (&service.shared.settings.breaker, service.shared.now_ms());
-    let may_be_asked =
-        |index: &u32| breaker.admission(&fleet.targets[*index as usize].worker.health, now_ms) != Admission::Excluded;
+    let (live, now_ms) = (service.live(), service.shared.now_ms());
+    let may_be_asked = |index: &u32| {
+        live.breaker.admission(&fleet.targets[*index as usize].worker.health, now_ms) != Admission::Excluded
+    };
     let is_anyone_left = indexes.iter().any(may_be_asked);
     if is_anyone_left {
         indexes.retain(may_be_asked);
@@ -164,7 +168,7 @@ fn fill(
     let recent_weight = steering.recent_load.weight(is_idle);
     let pick_number = steering.picks.current();
     candidates.clear();
-    let host_weight = service.shared.settings.host_tier_weight;
+    let host_weight = service.live().host_tier_weight;
     queries.begin();
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
@@ -209,7 +213,7 @@ fn kv_aware(
 ) -> Option<Picked> {
     let shared = &service.shared;
     let facts = &wish.prompts.facts;
-    let weight = shared.settings.overlap_weight_of(wish.role) * facts.retention.weight_factor();
+    let weight = service.live().overlap_weight_of(wish.role) * facts.retention.weight_factor();
     let demand = Demand::of(service, view, wish);
     let mut place;
     let mut reservation = None;
@@ -372,10 +376,11 @@ impl Charge {
         let shared = &service.shared;
         let handles = service.handles.of(&shared.metrics, target);
         handles.picks.inc();
+        let breaker = service.live().breaker;
         let health = &target.worker.health;
         let probe = match health.read().state {
             HealthState::Well => None,
-            _ => shared.settings.breaker.claim(health, shared.now_ms()),
+            _ => breaker.claim(health, shared.now_ms()),
         };
         Some(Picked {
             worker: target.worker.clone(),
@@ -386,6 +391,7 @@ impl Charge {
             _reservation: self.reservation,
             session: self.session,
             probe: Cell::new(probe),
+            breaker,
         })
     }
 }

@@ -12,7 +12,9 @@ use infera_shards::{Rejection, Request, Responder, Response, Service, ShardConte
 use serde_json::json;
 
 use super::budget::RetryBudget;
+use super::cleanup::ShardSide;
 use super::exchange;
+use super::live::{LiveCopy, LiveSettings};
 use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
@@ -48,6 +50,8 @@ impl Surface {
 pub struct RouterService {
     surface: Surface,
     pub(super) shared: Arc<Shared>,
+    /// For what outlives a request.
+    pub(super) side: Rc<ShardSide>,
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
@@ -68,14 +72,16 @@ pub(super) struct Scratch {
 
 impl RouterService {
     pub fn new(surface: Surface, shared: Arc<Shared>, context: ShardContext) -> Self {
+        let live = LiveCopy::of(&shared.live);
         Self {
             surface,
             view: RefCell::new(Cache::new(shared.view.clone())),
             round_robin: RefCell::new(RoundRobin::new(context.shard)),
             handles: TargetHandles::default(),
             peers: Peers::default(),
-            retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
+            retry_budget: RetryBudget::new(live.get().retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
+            side: Rc::new(ShardSide { shared: shared.clone(), upstream: context.upstream.clone(), live }),
             streams: Streams::start(shared.clone()),
             shared,
             context,
@@ -85,6 +91,19 @@ impl RouterService {
     /// The newest view. Costs one atomic load unless a new one was published.
     pub(super) fn view(&self) -> Arc<View> {
         self.view.borrow_mut().load().clone()
+    }
+
+    /// The settings that this shard has seen last.
+    pub(super) fn live(&self) -> Rc<LiveSettings> {
+        self.side.live.get()
+    }
+
+    /// Costs one load of a line that is hardly ever written.
+    fn follow_reloads(&self) {
+        if let Some(newer) = self.side.live.refresh(&self.shared.live) {
+            self.retry_budget.set_percent(newer.retry_budget_percent);
+            self.context.upstream.set_timeouts(newer.upstream);
+        }
     }
 
     /// Takes a retry out of the shard's budget; counted where there is none left.
@@ -170,13 +189,14 @@ impl RouterService {
 
 impl Service for RouterService {
     async fn call(&self, request: Request, responder: &mut Responder) {
+        self.follow_reloads();
         let mut endpoint = api::endpoint(&request.method, &request.target);
         if !self.surface.answers(&endpoint) {
             endpoint = Endpoint::Unknown;
         }
         // Probes and scrapers carry no keys, and are told nothing but numbers.
         let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics);
-        if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
+        if !is_open && !self.live().client_keys.admit(&request.head) {
             self.shared.metrics.refused_key();
             let _ = responder.send(ApiError::WrongKey.into_response()).await;
             return;

@@ -64,6 +64,11 @@ impl Start {
         self
     }
 
+    pub fn without_env(mut self, name: &str) -> Self {
+        self.command.env_remove(name);
+        self
+    }
+
     pub fn host(mut self, host: &'static str) -> Self {
         self.host = host;
         self
@@ -195,6 +200,15 @@ impl Router {
             .filter(|line| line.starts_with(&labelled) || line.starts_with(&format!("{family} ")))
             .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
             .sum()
+    }
+
+    /// What `/v1/workers` says of a worker's breaker.
+    pub fn breaker_of(&self, worker: SocketAddr) -> String {
+        let workers = self.json("/v1/workers");
+        let url = format!("http://{worker}");
+        let all = workers["workers"].as_array().expect("a list");
+        let found = all.iter().find(|it| it["url"].as_str().is_some_and(|known| known.starts_with(&url)));
+        found.unwrap_or_else(|| panic!("no {url} in {workers}"))["breaker"].as_str().expect("a state").to_owned()
     }
 
     /// Waits until nothing is booked on any target, and checks that no number is negative meanwhile.
