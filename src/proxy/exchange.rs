@@ -321,7 +321,7 @@ async fn relay(
         picked.served();
     }
     let is_stream = is_stream(&response) && status.is_success();
-    let mut observer = StreamObserver::of_a_worker(is_stream, watched);
+    let mut observer = StreamObserver::of_a_worker(is_stream, watched).queueing(picked.take_queued());
     match responder.relay(response, as_it_came(is_stream, &mut observer)).await {
         RelayOutcome::Complete => match observer.failure() {
             Some(failure) => {

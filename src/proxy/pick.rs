@@ -20,7 +20,7 @@ use crate::hash::BlockHash;
 use crate::index::View;
 use crate::load::Booking;
 use crate::route::affinity::Lease;
-use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy, RecentLoad};
+use crate::route::{self, Candidate, IMAGE_BLOCKS, LoadTerm, LoadWeights, Policy, RecentLoad};
 use crate::worker::{Name, Role};
 
 /// A booked target. Dropping it releases all that was charged for it.
@@ -147,8 +147,21 @@ fn pick_among(service: &RouterService, view: &View, wish: &Wish<'_>, scratch: &m
         info!(policy = "round-robin", role = wish.role.as_str(), picked = &*target.route_key, "pick");
         return Charge { session: lease, ..Charge::of(Arc::new([])) }.on(service, target);
     }
-    fill(service, view, wish, indexes, queries, candidates);
-    kv_aware(service, view, wish, candidates, &session)
+    let facts = &wish.prompts.facts;
+    // Of an image nobody knows how long its computing takes: such picks keep the plain formula.
+    let load_term = if facts.is_multimodal { LoadTerm::Active } else { shared.steering.load_term.of(wish.role) };
+    let weight = service.live().overlap_weight_of(wish.role, load_term) * facts.retention.weight_factor();
+    let terms = Terms { load: load_term.weights(), weight };
+    fill(service, view, wish, terms, indexes, queries, candidates);
+    kv_aware(service, view, wish, weight, candidates, &session)
+}
+
+/// What a pick's cost is made of.
+#[derive(Clone, Copy)]
+struct Terms {
+    load: LoadWeights,
+    /// Of a missing block.
+    weight: f64,
 }
 
 /// One candidate per target: what it holds of the prompt or of the images, and its load.
@@ -156,6 +169,7 @@ fn fill(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
+    terms: Terms,
     indexes: &[u32],
     queries: &mut Queries,
     candidates: &mut Vec<Candidate>,
@@ -165,7 +179,7 @@ fn fill(
     // Images are encoded at prefill: a decode worker holds none.
     let images: &[_] = if wish.role == Role::Decode { &[] } else { &facts.images };
     let is_idle = indexes.iter().all(|index| view.fleet.targets[*index as usize].load.requests() == 0);
-    let recent_weight = steering.recent_load.weight(is_idle);
+    let recent_weight = steering.recent_load.weight(is_idle, terms.weight);
     let pick_number = steering.picks.current();
     candidates.clear();
     let host_weight = service.live().host_tier_weight;
@@ -193,11 +207,12 @@ fn fill(
             request_blocks,
             cache_hits,
             active_blocks: target.load.active_blocks(),
-            recent_blocks: if recent_weight > 0.0 {
-                recent_weight * route::recent_blocks(&target.load, pick_number)
-            } else {
-                0.0
-            },
+            load_blocks: terms.load.blocks(&target.load, block_tokens)
+                + if recent_weight > 0.0 {
+                    recent_weight * route::recent_blocks(&target.load, pick_number)
+                } else {
+                    0.0
+                },
             picked_at_ns: target.load.picked_at_ns(),
             block_tokens,
         });
@@ -208,12 +223,12 @@ fn kv_aware(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
+    weight: f64,
     candidates: &[Candidate],
     session: &Session<'_>,
 ) -> Option<Picked> {
     let shared = &service.shared;
     let facts = &wish.prompts.facts;
-    let weight = service.live().overlap_weight_of(wish.role) * facts.retention.weight_factor();
     let demand = Demand::of(service, view, wish);
     let mut place;
     let mut reservation = None;
@@ -257,6 +272,7 @@ fn kv_aware(
         cache_hits,
         request_blocks,
         active_blocks = chosen.active_blocks,
+        load_blocks = chosen.load_blocks,
         w_overlap = if facts.is_multimodal { 0.0 } else { weight },
         mm_images = facts.images.len(),
         mm_affinity_hits,
@@ -264,7 +280,13 @@ fn kv_aware(
     );
     let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
     parity::watch(shared, wish, target, &blocks);
-    Charge { blocks, reservation, session: lease }.on(service, target)
+    // What a decode worker gets is computed already; what says nothing of its length weighs as one block.
+    let queued_blocks = match (wish.role, chosen.request_blocks) {
+        (Role::Decode, _) => 0,
+        (_, 0) => 1,
+        (_, blocks) => u64::from(blocks.saturating_sub(chosen.cache_hits)),
+    };
+    Charge { blocks, queued_blocks, reservation, session: lease }.on(service, target)
 }
 
 /// The session of a pick, if it has one, among the targets that may serve it.
@@ -313,7 +335,7 @@ impl<'a> Demand<'a> {
         let target = &self.view.fleet.targets[candidate.target as usize];
         let (tokens, input) = self.wish.prompts.tokens_for(target);
         let tokens = decode_demand::request_tokens(tokens, self.wish.samples);
-        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load() }, input)
+        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load_blocks }, input)
     }
 
     fn book(&self, candidates: &[Candidate], place: usize) -> Reservation {
@@ -361,13 +383,15 @@ impl<'a> Demand<'a> {
 /// What is charged with a pick.
 struct Charge {
     blocks: Arc<[BlockHash]>,
+    /// Blocks that the target has to compute before its answer begins.
+    queued_blocks: u64,
     reservation: Option<Reservation>,
     session: Option<Lease>,
 }
 
 impl Charge {
     fn of(blocks: Arc<[BlockHash]>) -> Self {
-        Self { blocks, reservation: None, session: None }
+        Self { blocks, queued_blocks: 0, reservation: None, session: None }
     }
 
     /// A target without an address is not routable, and the fleet lists none.
@@ -382,12 +406,13 @@ impl Charge {
             HealthState::Well => None,
             _ => breaker.claim(health, shared.now_ms()),
         };
+        let booking = Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns());
         Some(Picked {
             worker: target.worker.clone(),
             address,
             rank: target.rank,
             handles,
-            booking: Some(Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns())),
+            booking: Some(booking.queueing(self.queued_blocks)),
             _reservation: self.reservation,
             session: self.session,
             probe: Cell::new(probe),

@@ -16,6 +16,7 @@ use super::observe::AnswerObserver;
 use super::service::Handles;
 use super::silence::Watched;
 use crate::api::{self, ApiError};
+use crate::load::QueuedBlocks;
 use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
 
@@ -63,6 +64,8 @@ pub(super) struct StreamObserver<'a> {
     watched: &'a Watched<'a>,
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
+    /// Until the first byte.
+    queued: Option<QueuedBlocks>,
     /// Set at a stream's terminator; then the stream is whole only with one.
     is_complete: Option<&'a Cell<bool>>,
 }
@@ -72,7 +75,12 @@ impl<'a> StreamObserver<'a> {
     /// its body is; one without a single data line has said nothing.
     pub fn of_a_worker(is_stream: bool, watched: &'a Watched<'a>) -> Self {
         let completion = is_stream.then(Completion::default);
-        Self { answer: AnswerObserver::new(), watched, completion, is_complete: None }
+        Self { answer: AnswerObserver::new(), watched, completion, queued: None, is_complete: None }
+    }
+
+    /// The same for a prompt that has been in its worker's queue until now: the first byte takes it off.
+    pub fn queueing(self, queued: Option<QueuedBlocks>) -> Self {
+        Self { queued, ..self }
     }
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
@@ -91,6 +99,7 @@ impl BodyObserver for StreamObserver<'_> {
     fn data(&mut self, payload: &[u8]) {
         self.watched.came();
         self.answer.data(payload);
+        self.queued = None;
         let Some(completion) = &mut self.completion else { return };
         completion.feed(payload);
         if let Some(is_complete) = &self.is_complete
