@@ -41,6 +41,8 @@ impl SharedStream {
     }
 
     /// Waits until a read would not block: bytes, end of stream or an error. Consumes nothing, may be dropped at will.
+    // An `async fn` would keep the holder twice: as its argument and as its local.
+    #[allow(clippy::manual_async_fn)]
     pub(crate) fn readable<H: AsRef<SharedStream>>(
         holder: Rc<H>,
     ) -> impl Future<Output = std::io::Result<()>> + use<H> {
@@ -55,6 +57,7 @@ impl SharedStream {
     }
 
     /// Waits until a write would not block, or fails. May be dropped at will.
+    #[allow(clippy::manual_async_fn)]
     pub(crate) fn writable<H: AsRef<SharedStream>>(
         holder: Rc<H>,
     ) -> impl Future<Output = std::io::Result<()>> + use<H> {
