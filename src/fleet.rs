@@ -8,6 +8,8 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
+use infera_shards::TlsName;
+
 use crate::worker::{Generation, Name, Role, WorkerRecord};
 
 pub use parity::{Parity, TargetParity};
@@ -50,6 +52,8 @@ pub struct Worker {
     pub authority: String,
     /// Path in front of every request's path (the URL's own path without its trailing slash), mostly empty.
     pub base_path: String,
+    /// What its certificate must be for; absent where requests go over plain TCP.
+    pub tls: Option<TlsName>,
     pub state: WorkerState,
     pub health: Arc<WorkerHealth>,
     /// Id of the template arguments that the engine adds to every chat; absent where they are not known, and the fleet's
@@ -365,6 +369,7 @@ pub(crate) mod fixtures {
                 address: None,
                 authority: member.id.to_owned(),
                 base_path: String::new(),
+                tls: None,
                 state: WorkerState::Active,
                 health: Arc::new(WorkerHealth::new(fleet.ailing.clone())),
                 variant: None,

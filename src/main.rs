@@ -72,8 +72,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let lifecycle = Arc::new(Lifecycle::default());
     let metrics = Arc::new(RequestMetrics::new()?);
     let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
-    let worker_key = config.access.worker_key.as_ref();
-    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), worker_key));
+    let (key, tls) = (config.access.worker_key.as_ref(), &config.tls.workers);
+    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), key, tls));
     let heal = heal.transpose()?;
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(
@@ -106,6 +106,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         shared: shared.clone(),
         discovery: discovery.control(),
         heal: heal.as_ref(),
+        tls: config.tls.listener.clone(),
         log: log.filter(),
         effective: Effective::of(config),
     };

@@ -54,6 +54,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub access: super::access::AccessArgs,
     #[command(flatten)]
+    pub tls: super::tls::TlsArgs,
+    #[command(flatten)]
     pub resilience: super::resilience::ResilienceArgs,
     #[command(flatten)]
     pub machine: MachineArgs,
@@ -117,7 +119,7 @@ pub struct DiscoveryArgs {
     /// static|etcd [default: static when --worker or --workers-file is given, else etcd].
     #[arg(long, value_name = "BACKEND")]
     pub discovery_backend: Option<String>,
-    /// One or more etcd endpoints, separated by commas.
+    /// One or more etcd endpoints, separated by commas; https://HOST:PORT for TLS.
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:2379")]
     pub etcd_endpoint: String,
     /// Keys below it are workers.

@@ -11,6 +11,7 @@ mod pages;
 mod reload;
 mod resilience;
 mod steering;
+mod tls;
 mod validate;
 mod worker_argument;
 
@@ -33,6 +34,7 @@ pub use engine::{Placement, raise_descriptor_limit};
 pub use infera_shards::UpstreamTimeouts;
 pub use reload::Changes;
 pub use resilience::Resilience;
+pub use tls::Tls;
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
@@ -103,6 +105,7 @@ pub struct Config {
     pub silence: SilenceLimits,
     pub resilience: Resilience,
     pub access: Access,
+    pub tls: Tls,
     /// At least 1.
     pub shards: usize,
     /// A list holds distinct numbers, at most one per shard; shard i runs on number `i % len` of it.

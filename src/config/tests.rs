@@ -6,7 +6,7 @@ use super::*;
 use crate::proxy::{PrefillRelease, RouterMode};
 use crate::worker::Role;
 
-fn run(arguments: &[&str]) -> Result<Config, Refusal> {
+pub(super) fn run(arguments: &[&str]) -> Result<Config, Refusal> {
     let all = ["infera-router"].into_iter().chain(arguments.iter().copied());
     match parse(all)? {
         Invocation::Serve(config) => Ok(*config),
@@ -14,7 +14,7 @@ fn run(arguments: &[&str]) -> Result<Config, Refusal> {
     }
 }
 
-fn config(arguments: &[&str]) -> Config {
+pub(super) fn config(arguments: &[&str]) -> Config {
     run(arguments).unwrap_or_else(|refusal| panic!("{arguments:?}: {}", refusal.text))
 }
 
@@ -25,7 +25,7 @@ fn overlap_weights(config: &Config) -> [f64; 3] {
 }
 
 #[track_caller]
-fn check_refused(arguments: &[&str], exit_code: u8, expected: &[&str]) {
+pub(super) fn check_refused(arguments: &[&str], exit_code: u8, expected: &[&str]) {
     let refusal = run(arguments).map(|_| ()).expect_err("should be refused");
     assert_eq!(refusal.exit_code, exit_code, "{arguments:?}: {}", refusal.text);
     for text in expected {
@@ -141,6 +141,8 @@ fn etcd_endpoints() {
         ("h:1234", &["http://h:1234"]),
         ("http://h:1234/", &["http://h:1234"]),
         ("http://h", &["http://h:80"]),
+        ("https://h:2379/", &["https://h:2379"]),
+        ("https://h", &["https://h:443"]),
         ("127.0.0.1:2379", &["http://127.0.0.1:2379"]),
         ("[::1]:2379", &["http://[::1]:2379"]),
         ("a:1, b:2,http://c:3", &["http://a:1", "http://b:2", "http://c:3"]),
@@ -148,7 +150,6 @@ fn etcd_endpoints() {
         assert_eq!(endpoints(text), expected, "{text}");
     }
     for (text, expected) in [
-        ("https://h:2379", "TLS to etcd"),
         ("http://u:pw@h:2379", "authentication"),
         ("http://h:2379/v3", "only scheme, host and port"),
         ("ftp://h:1", "write http://host:port"),
@@ -179,7 +180,6 @@ fn worker_arguments() {
 
     for (text, expected) in [
         ("h:1", "write http://HOST:PORT"),
-        ("https://h:1", "TLS to workers is not built"),
         ("http://h:1@2", "user name"),
         ("http://h:1,modell=x", "unknown key `modell`; known: model, role"),
         ("http://h:1,model", "`model` is not key=value"),

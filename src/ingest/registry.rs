@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
+use infera_shards::TlsName;
+
 use crate::fleet::{
     DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, TargetParity, Worker,
     WorkerHealth, WorkerState,
@@ -218,9 +220,14 @@ fn is_same_registration(known: &WorkerRecord, new: &WorkerRecord) -> bool {
 
 fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker, health: Arc<WorkerHealth>) -> Worker {
     let record = discovered.record;
-    let (authority, base_path, fault) = match record.endpoint() {
-        Ok(url) => (url.authority, url.base_path, None),
-        Err(error) => (String::new(), String::new(), Some(error.to_string())),
+    let (authority, base_path, tls, fault) = match record.endpoint() {
+        Ok(url) if url.is_tls => {
+            let name = TlsName::parse(&url.host);
+            let fault = name.is_none().then(|| format!("no certificate can be for the host `{}`", url.host));
+            (url.authority, url.base_path, name, fault)
+        }
+        Ok(url) => (url.authority, url.base_path, None, None),
+        Err(error) => (String::new(), String::new(), None, Some(error.to_string())),
     };
     let state = match discovered.state {
         WorkerState::Active if !record.is_active() => WorkerState::Inactive,
@@ -239,7 +246,7 @@ fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker, health
             None
         }
     });
-    Worker { id, generation, record, address: discovered.address, authority, base_path, state, health, variant }
+    Worker { id, generation, record, address: discovered.address, authority, base_path, tls, state, health, variant }
 }
 
 #[cfg(test)]

@@ -309,6 +309,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
         ("infera_router_client_bytes_total", "Bytes written to clients."),
         ("infera_router_client_aborts_total", "Exchanges that ended because the client left."),
         ("infera_router_rejections_total", "Messages refused by the HTTP engine (framing, size, time)."),
+        ("infera_router_tls_handshake_failures_total", "Client connections that ended in their TLS handshake."),
         ("infera_router_panics_total", "Panics caught in connection tasks."),
         ("infera_router_shard_sweeps_total", "Turns of the shard's clock; it stands still while the shard hangs."),
     ];
@@ -329,6 +330,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
             stats.bytes_to_client,
             stats.client_aborts,
             stats.rejections,
+            stats.tls_failures,
             stats.panics,
             stats.sweeps,
         ];

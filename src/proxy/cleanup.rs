@@ -55,6 +55,7 @@ impl LegCall {
         let set = self.own_headers(outbound);
         let request = UpstreamRequest {
             address: self.address,
+            tls: self.worker.tls.as_ref(),
             authority: &self.worker.authority,
             method: &self.request.method,
             path_prefix: &self.worker.base_path,
@@ -149,6 +150,7 @@ async fn abort(side: &ShardSide, worker: &Worker, address: SocketAddr, rid: &str
     let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
     let request = UpstreamRequest {
         address,
+        tls: worker.tls.as_ref(),
         authority: &worker.authority,
         method: &Method::POST,
         path_prefix: &worker.base_path,

@@ -296,6 +296,7 @@ async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Re
     let edits = live.outbound.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
+        tls: worker.tls.as_ref(),
         authority: &worker.authority,
         method: &request.method,
         path_prefix: &worker.base_path,

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
+#[path = "../support/certificates.rs"]
+mod certificates;
 #[path = "../support/etcd.rs"]
 mod etcd;
 #[path = "../kv_publisher/mod.rs"]
@@ -34,3 +36,4 @@ mod runbook;
 mod self_heal;
 mod silence;
 mod surface;
+mod tls;
