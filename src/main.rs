@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use infera_router::access_log::AccessLog;
 use infera_router::admin::{Admin, AdminState};
 use infera_router::config::{self, Config, InspectCommand, Invocation};
 use infera_router::discovery::Discovery;
@@ -68,7 +69,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let encoders = EncoderPool::start_warm(config.encoder_thread_count(), warm_up)?;
 
     let lifecycle = Arc::new(Lifecycle::default());
-    let metrics = Arc::new(RequestMetrics::new()?);
+    let metrics = Arc::new(RequestMetrics::new(config.shards)?);
+    let access_log = AccessLog::start(config.access_log.as_ref(), config.shards, metrics.registry())?;
     let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
     let worker_key = config.access.worker_key.as_ref();
     let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), worker_key));
@@ -83,7 +85,8 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         engine_stats.clone(),
     )
     .with_prompter(prompter.clone());
-    let admin = Admin::start(AdminState { view: ingest.view.clone(), policy: config.policy, page })?;
+    let state = AdminState { policy: config.policy, page, settings: config.effective_json(), log: log.filter() };
+    let admin = Admin::start(state)?;
     let shared = Arc::new(Shared {
         settings: config.request_settings(),
         view: ingest.view.clone(),
@@ -93,6 +96,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         metrics,
         steering,
         control: admin.control_plane(),
+        access: access_log.as_ref().map(AccessLog::queues),
         lifecycle: lifecycle.clone(),
         epoch: Instant::now(),
         started_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -134,11 +138,10 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     };
     lifecycle.drain();
     supervisor.drain(signal, &engine, config.drain_timeout);
-    drop(control);
-    drop(engine);
+    drop((control, engine));
     discovery.stop();
     drop(heal);
-    drop(shared);
+    drop((shared, access_log));
     admin.stop();
     ingest.stop();
     info!("stopped");

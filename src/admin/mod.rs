@@ -1,20 +1,34 @@
-//! The control thread: answers what would take a shard too long (the metrics page) or needs the mirrors
-//! (cache view). Never touches a request.
+//! The control thread: answers what would take a shard too long (the metrics page, the overview), needs the mirrors
+//! (cache view) or changes the process (the log's filter). Never touches a request.
+
+mod history;
+mod overview;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
-use crossbeam::channel::{Receiver, Sender, bounded};
-use http::StatusCode;
+use bytes::Bytes;
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use http::{HeaderName, HeaderValue, StatusCode, header};
 use infera_shards::{Completion, Response};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::api::{self, ApiError};
-use crate::index::SharedView;
-use crate::limits::CONTROL_QUEUE;
+use crate::limits::{CONTROL_QUEUE, LOG_FILTER_BYTES_MAX};
+use crate::logging::LogFilter;
 use crate::metrics::MetricsPage;
 use crate::proxy::{ControlAsk, ControlPlane, metrics_response};
 use crate::route::Policy;
+use history::History;
+
+/// The dashboard: one page with all that it needs in it.
+const DASHBOARD: &str = include_str!("dashboard.html");
+
+/// Scripts and styles of the page itself, data of this server, and nothing else.
+const DASHBOARD_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
+                                connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; \
+                                frame-ancestors 'none'";
 
 struct Question {
     ask: ControlAsk,
@@ -39,9 +53,12 @@ impl ControlPlane for Desk {
 
 /// State that the answers are made of.
 pub struct AdminState {
-    pub view: SharedView,
     pub policy: Policy,
+    /// And with it what the other answers read.
     pub page: MetricsPage,
+    /// The settings in force, credentials left out.
+    pub settings: Value,
+    pub log: LogFilter,
 }
 
 impl Admin {
@@ -65,13 +82,59 @@ impl Admin {
 }
 
 fn run(state: &AdminState, questions: &Receiver<Question>) {
-    while let Ok(Question { ask, answer }) = questions.recv() {
+    let mut history = History::new(Instant::now());
+    loop {
+        let now = Instant::now();
+        history.look(now, || (state.page.requests.totals(), state.page.requests.inflight()));
+        let Question { ask, answer } = match questions.recv_timeout(history.wait(now)) {
+            Ok(question) => question,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
         let response = match ask {
+            ControlAsk::Config => api::json_response(StatusCode::OK, &state.settings),
+            ControlAsk::LogLevel { filter } => log_level(&state.log, filter),
+            ControlAsk::Overview => overview::overview(state, &history),
+            ControlAsk::Dashboard => dashboard(),
             ControlAsk::Metrics => metrics_response(state.page.render()),
             ControlAsk::CacheView { worker_id, rank } => cache_view(state, &worker_id, rank),
         };
         answer.complete(response);
     }
+}
+
+/// The filter in force; a new one comes as plain text or as `{"filter":"…"}`.
+fn log_level(log: &LogFilter, body: Option<Bytes>) -> Response {
+    let changed = match body {
+        None => Ok(()),
+        Some(body) if body.len() > LOG_FILTER_BYTES_MAX => {
+            Err(format!("a filter has at most {LOG_FILTER_BYTES_MAX} bytes"))
+        }
+        Some(body) => {
+            let given = serde_json::from_slice::<Value>(&body).ok();
+            let member = given.as_ref().and_then(|value| value.get("filter")).and_then(Value::as_str);
+            match member.or_else(|| std::str::from_utf8(&body).ok()) {
+                Some(filter) => log.set(filter),
+                None => Err("the filter is not UTF-8".to_owned()),
+            }
+        }
+    };
+    match changed {
+        Ok(()) => api::json_response(StatusCode::OK, &json!({"filter": log.get()})),
+        Err(problem) => ApiError::BadRequest(problem).into_response(),
+    }
+}
+
+fn dashboard() -> Response {
+    let headers: [(HeaderName, &'static str); 5] = [
+        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
+        (header::CONTENT_SECURITY_POLICY, DASHBOARD_POLICY),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (header::REFERRER_POLICY, "no-referrer"),
+        (header::CACHE_CONTROL, "no-store"),
+    ];
+    let headers = headers.into_iter().map(|(name, value)| (name, HeaderValue::from_static(value))).collect();
+    Response { status: StatusCode::OK, headers, body: Bytes::from_static(DASHBOARD.as_bytes()) }
 }
 
 /// `{"worker_id","dp_rank","block_count"}`; without a rank the blocks of all ranks of the worker together.
@@ -80,7 +143,7 @@ fn cache_view(state: &AdminState, worker_id: &str, rank: Option<u32>) -> Respons
         let reason = "the cache view needs --router-policy kv-aware".to_owned();
         return ApiError::NoWorker { reason }.into_response();
     }
-    let view = state.view.load_full();
+    let view = state.page.view.load_full();
     let Some(worker) = view.fleet.workers.iter().find(|worker| *worker.id == *worker_id) else {
         return ApiError::NotFound(format!("no such worker: {worker_id:?}; GET /v1/workers lists them"))
             .into_response();

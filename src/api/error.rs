@@ -81,6 +81,11 @@ impl ApiError {
         ApiError::Overloaded { reason: format!("every worker of model={model:?} holds as many requests as it may") }
     }
 
+    /// The router holds as many requests as it may.
+    pub fn too_many(cap: u64) -> Self {
+        ApiError::Overloaded { reason: format!("{cap} requests are in flight, which is as many as may be") }
+    }
+
     fn shape(&self) -> Shape {
         let shape = |status, kind, code, message: String| Shape { status, kind, code, message };
         let invalid = "invalid_request_error";

@@ -24,13 +24,19 @@ pub(super) enum Source {
     Default,
 }
 
-impl fmt::Display for Setting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let source = match self.source {
+impl Source {
+    const fn as_str(self) -> &'static str {
+        match self {
             Source::Flag => "flag",
             Source::Environment => "environment",
             Source::Default => "default",
-        };
+        }
+    }
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let source = self.source.as_str();
         if self.values.is_empty() {
             return write!(f, "{} is not set ({source})", self.name);
         }
@@ -44,6 +50,15 @@ impl fmt::Debug for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{self}")
     }
+}
+
+/// `{"settings":[{"name","values","source"}]}`, credentials left out.
+pub(super) fn json(settings: &[Setting]) -> serde_json::Value {
+    let settings = settings.iter().map(|Setting { name, values, source, .. }| {
+        let values: Vec<_> = values.iter().map(|value| redact(value)).collect();
+        serde_json::json!({"name": name, "values": values, "source": source.as_str()})
+    });
+    serde_json::json!({"settings": settings.collect::<Vec<_>>()})
 }
 
 /// Every option of `command` in the order of its declaration.

@@ -2,6 +2,7 @@
 //! bound or started here, and nothing below `main` reads a flag or a variable again.
 
 mod access;
+mod access_log;
 pub mod cli;
 mod effective;
 mod engine;
@@ -17,6 +18,7 @@ use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
 
+use crate::access_log::AccessLogSettings;
 use crate::discovery::DiscoveryConfig;
 use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, SteeringSettings};
@@ -100,6 +102,8 @@ pub struct Config {
     pub io_driver: IoDriver,
     pub require_io_uring: bool,
     pub log_format: LogFormat,
+    /// Absent: none.
+    pub access_log: Option<AccessLogSettings>,
     /// Things the operator should know; logged once at start.
     pub warnings: Vec<String>,
     effective: Vec<effective::Setting>,
@@ -164,6 +168,11 @@ impl Config {
     /// The settings in force, one `name = value (where from)` per line, credentials left out.
     pub fn effective(&self) -> impl Iterator<Item = String> + '_ {
         self.effective.iter().map(ToString::to_string)
+    }
+
+    /// The same for programs: by option its values, as they were given, and their source.
+    pub fn effective_json(&self) -> serde_json::Value {
+        effective::json(&self.effective)
     }
 }
 

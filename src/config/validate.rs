@@ -105,6 +105,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         &arguments.machine.log_format,
         &[("text", LogFormat::Text), ("json", LogFormat::Json)],
     );
+    let access_log = super::access_log::settings(&arguments.access_log, &mut problems);
     let max_body_bytes = usize::try_from(arguments.listen.max_body_bytes).unwrap_or(usize::MAX);
     if max_body_bytes == 0 {
         problems.add("--max-body-bytes must be at least 1");
@@ -149,6 +150,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         io_driver,
         require_io_uring: arguments.machine.require_io_uring,
         log_format,
+        access_log,
         warnings,
         effective,
     })

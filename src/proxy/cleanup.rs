@@ -14,6 +14,7 @@ use infera_shards::{SendProgress, Upstream, UpstreamError, UpstreamRequest, Upst
 use tracing::{debug, warn};
 
 use super::shared::Shared;
+use super::stages::Stage;
 use crate::fleet::Worker;
 use crate::limits;
 use crate::pd::RequestIds;
@@ -26,6 +27,8 @@ const ABORT_PATH: &str = "/abort_request";
 pub(super) struct LegCall {
     pub shared: Arc<Shared>,
     pub upstream: Upstream,
+    /// Whose stage times are to show it; absent for a call that no request waits for.
+    pub shard: Option<usize>,
     pub worker: Arc<Worker>,
     pub address: SocketAddr,
     pub rank: Option<u32>,
@@ -54,7 +57,11 @@ impl LegCall {
             set: &set,
             body: &self.body,
         };
-        self.upstream.send_watched(&request, &self.progress).await
+        let response = self.upstream.send_watched(&request, &self.progress).await?;
+        if let Some((shard, took)) = self.shard.zip(response.connect_time()) {
+            self.shared.took(shard, Stage::Connect, took);
+        }
+        Ok(response)
     }
 
     /// The same, and waits for the first byte of a successful answer's body: until then it may be given up unseen.

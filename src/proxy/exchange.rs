@@ -10,6 +10,7 @@ use infera_shards::{
 };
 use tracing::{debug, warn};
 
+use super::access::{self, Ended};
 use super::direct::{self, Named};
 use super::disaggregated;
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
@@ -17,14 +18,15 @@ use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
 use super::reading::Reading;
 use super::relay::{StreamObserver, as_it_came, count, is_stream};
-use super::service::RouterService;
-use super::shared::Shared;
+use super::service::{RouterService, answer};
+use super::stages::Stage;
 use super::steering::SessionName;
 use super::verdict::Standing;
 use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
 use crate::pd::{PdEndpoint, StreamFailure};
+use crate::prompt::PromptBody;
 use crate::prompt::outline::Outline;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
@@ -67,12 +69,11 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     if let Some(cap) = service.shared.settings.caps.total
         && service.shared.metrics.inflight() > cap
     {
-        let reason = format!("{cap} requests are in flight, which is as many as may be");
-        record.outcome = Box::pin(refuse(ApiError::Overloaded { reason }, responder)).await;
+        record.outcome = Box::pin(refuse(ApiError::too_many(cap), responder)).await;
         return;
     }
     record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
-        Ok(Served::ByOne(picked, response)) => relay(&service.shared, &picked, response, responder, received).await,
+        Ok(Served::ByOne(picked, response)) => relay(service, &picked, response, responder, received).await,
         Ok(Served::ByAPair(paired)) => {
             let Paired { endpoint, route, request, outline } = *paired;
             record.serve_as(RouterLabel::Disagg);
@@ -87,10 +88,8 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
 
 async fn refuse(error: ApiError, responder: &mut Responder) -> Outcome {
     let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
-    match responder.send(error.into_response()).await {
-        Ok(()) => outcome,
-        Err(_) => Outcome::StreamFailed,
-    }
+    let is_told = answer(error.into_response(), responder).await;
+    if is_told { outcome } else { Outcome::StreamFailed }
 }
 
 /// What the router knows of a request before it picks.
@@ -133,28 +132,54 @@ struct Begun {
 
 /// In one go, because the prompt's text lies in the request's body until it is hashed.
 fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Result<Begun, ApiError> {
-    let Reading { model, samples, facts, outline, prompt } = Reading::of(service, &endpoint, request)?;
+    let started = Instant::now();
+    let reading = Reading::of(service, &endpoint, request);
+    service.took(Stage::Parse, started.elapsed());
+    let reading = reading?;
+    access::note(|line| line.model = access::clipped(reading.model.as_bytes()));
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let view = service.view();
-    let fleet = &view.fleet;
-    let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
-    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
-    let pair = disaggregated::endpoint_of(&route.endpoint)
-        .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
+    let (mut route, pair, outline, prompt) = routed(service, &view.fleet, endpoint, request, reading, session)?;
     let mut unfinished = None;
-    if service.shared.settings.policy == Policy::KvAware
-        && route.endpoint != Endpoint::Forward
-        && let Some(outline) = &outline
-    {
-        let pool = match pair {
-            // For both roles at once: their engines may differ in rules and block size.
-            Some(_) => disaggregated::both_pools(fleet, named_model(fleet, &route.model)),
-            None => Cow::Borrowed(pool_of(fleet, &route)?.1),
-        };
-        unfinished = prompts::begin(service, &mut route.prompts, &route.endpoint, fleet, &pool, outline, prompt);
+    if let Some((outline, pool)) = outline.as_ref().zip(pool_for_prompt(service, &view.fleet, &route, pair)?) {
+        unfinished = prompts::begin(service, &mut route.prompts, &route.endpoint, &view.fleet, &pool, outline, prompt);
     }
     Ok(Begun { route, outline, unfinished, pair })
+}
+
+/// Puts together what is known of a request before its prompt was looked at.
+pub(super) fn routed<'a>(
+    service: &RouterService,
+    fleet: &Fleet,
+    endpoint: Endpoint,
+    request: &Request,
+    reading: Reading<'a>,
+    session: Option<SessionName>,
+) -> Result<(Route, Option<PdEndpoint>, Option<Outline>, Option<PromptBody<'a>>), ApiError> {
+    let Reading { model, samples, facts, outline, prompt } = reading;
+    let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
+    let route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
+    let pair = disaggregated::endpoint_of(&route.endpoint)
+        .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
+    Ok((route, pair, outline, prompt))
+}
+
+/// The targets that the prompt is to be hashed for; nothing where it has no part in the choice.
+pub(super) fn pool_for_prompt<'a>(
+    service: &RouterService,
+    fleet: &'a Fleet,
+    route: &Route,
+    pair: Option<PdEndpoint>,
+) -> Result<Option<Cow<'a, [u32]>>, ApiError> {
+    if service.shared.settings.policy != Policy::KvAware || route.endpoint == Endpoint::Forward {
+        return Ok(None);
+    }
+    Ok(Some(match pair {
+        // For both roles at once: their engines may differ in rules and block size.
+        Some(_) => disaggregated::both_pools(fleet, named_model(fleet, &route.model)),
+        None => Cow::Borrowed(pool_of(fleet, route)?.1),
+    }))
 }
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
@@ -183,13 +208,16 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
         };
         match send(service, &request, &picked).await {
             Ok(response) => {
+                if let Some(took) = response.connect_time() {
+                    service.took(Stage::Connect, took);
+                }
                 let standing = Standing::of(&response);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
                     return Ok(Served::ByOne(picked, response));
                 }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
-                shared.metrics.retried("status");
+                shared.retried("status");
             }
             Err(error) => {
                 picked.failed_by(shared, &error);
@@ -197,7 +225,7 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
                     return Err(worker_error(&picked, &error));
                 }
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
-                shared.metrics.retried(error.phase());
+                shared.retried(error.phase());
             }
         }
         tried.push(picked.worker.id.clone());
@@ -219,14 +247,32 @@ async fn back_off(failed_attempts: usize) {
 /// be left for a retry.
 fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result<Option<(Picked, bool)>, ApiError> {
     let view = service.view();
-    let (model, pool) = pool_of(&view.fleet, route)?;
-    let narrowed = match &route.named.worker {
-        Some(id) => Some(direct::narrowed(&view.fleet, pool, id, model)?),
-        None => None,
+    let (model, pool) = narrowed_pool(&view.fleet, route)?;
+    let wish = wish_for_one(route, model, &pool, tried);
+    let picked = match pick(service, &view, &wish) {
+        Ok(picked) => picked,
+        Err(NoPick::NoneLeft) => return Ok(None),
+        Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    let pool = narrowed.as_deref().unwrap_or(pool);
-    let by_load = route.endpoint == Endpoint::Forward;
-    let wish = Wish {
+    let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
+        && route::untried(&view.fleet, &pool, tried)
+            .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
+    Ok(Some((picked, may_retry)))
+}
+
+/// The targets that one worker for the request is picked from, whichever were tried.
+pub(super) fn narrowed_pool<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, Cow<'a, [u32]>), ApiError> {
+    let (model, pool) = pool_of(fleet, route)?;
+    let pool = match &route.named.worker {
+        Some(id) => Cow::Owned(direct::narrowed(fleet, pool, id, model)?),
+        None => Cow::Borrowed(pool),
+    };
+    Ok((model, pool))
+}
+
+/// What one worker for the request is to be.
+pub(super) fn wish_for_one<'a>(route: &'a Route, model: &'a Name, pool: &'a [u32], tried: &'a [Name]) -> Wish<'a> {
+    Wish {
         model,
         role: Role::Mixed,
         pool,
@@ -234,17 +280,8 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         samples: route.samples,
         session: route.session,
         tried,
-        by_load,
-    };
-    let picked = match pick(service, &view, &wish) {
-        Ok(picked) => picked,
-        Err(NoPick::NoneLeft) => return Ok(None),
-        Err(NoPick::Full) => return Err(ApiError::full(model)),
-    };
-    let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
-        && route::untried(&view.fleet, pool, tried)
-            .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
-    Ok(Some((picked, may_retry)))
+        by_load: route.endpoint == Endpoint::Forward,
+    }
 }
 
 /// The model that the request is for. A body without a model is served when the fleet has just one.
@@ -289,21 +326,28 @@ async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Re
 }
 
 async fn relay(
-    shared: &Shared,
+    service: &RouterService,
     picked: &Picked,
     response: UpstreamResponse,
     responder: &mut Responder,
     received: Instant,
 ) -> Outcome {
+    let shared = &service.shared;
     let status = response.status;
+    access::note(|line| line.status = Some(status));
     if status.is_success() {
         picked.served();
     }
     let is_stream = is_stream(&response) && status.is_success();
     let mut observer = StreamObserver::of_a_worker(is_stream);
-    match responder.relay(response, as_it_came(is_stream, &mut observer)).await {
+    let relayed = responder.relay(response, as_it_came(is_stream, &mut observer)).await;
+    if let Some(first_byte) = observer.answer.first_byte() {
+        service.took(Stage::FirstByte, first_byte.duration_since(picked.at));
+    }
+    match relayed {
         RelayOutcome::Complete => match observer.failure() {
             Some(failure) => {
+                access::note(|line| line.ended = Ended::StreamError);
                 warn!(worker = &*picked.worker.id, "a worker reported an error inside its stream");
                 if failure == StreamFailure::Worker {
                     picked.failed(shared);
@@ -311,6 +355,7 @@ async fn relay(
                 Outcome::Error
             }
             None => {
+                access::note(|line| line.ended = Ended::Complete);
                 if status == StatusCode::OK {
                     picked.completed();
                     count((&picked.handles, &picked.handles), received, &observer.answer);
@@ -322,6 +367,7 @@ async fn relay(
             }
         },
         RelayOutcome::UpstreamFailed(error) => {
+            access::note(|line| line.ended = Ended::Cut);
             picked.failed(shared);
             warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "an answer was cut by its worker");
             Outcome::Error

@@ -74,6 +74,7 @@ impl Held {
         let call = LegCall {
             shared: way.shared.clone(),
             upstream: way.upstream,
+            shard: None,
             worker: way.worker,
             address: way.address,
             rank: way.rank,

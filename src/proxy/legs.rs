@@ -20,6 +20,7 @@ use super::pick::Picked;
 use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
+use super::stages::Stage;
 use super::verdict::Standing;
 use crate::api::ApiError;
 use crate::limits;
@@ -122,8 +123,9 @@ impl Attempt<'_> {
         }
     }
 
-    /// Decode has begun to answer, which it cannot without prefill: sessions stay with both.
+    /// The first byte of decode's answer is there, which there cannot be without prefill: sessions stay with both.
     fn served(&self) {
+        self.service.took(Stage::FirstByte, self.pair.decode.at.elapsed());
         self.pair.prefill.served();
         self.pair.decode.served();
     }
@@ -133,6 +135,7 @@ impl Attempt<'_> {
         LegCall {
             shared: self.service.shared.clone(),
             upstream: self.service.context.upstream.clone(),
+            shard: Some(self.service.context.shard),
             worker: picked.worker.clone(),
             address: picked.address,
             rank: picked.rank,
@@ -186,7 +189,7 @@ impl Attempt<'_> {
             reason = failure.reason,
             "retrying on another pair"
         );
-        self.service.shared.metrics.retried(failure.phase);
+        self.service.shared.retried(failure.phase);
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
 
@@ -355,7 +358,7 @@ async fn decode_failed(
         Ok(response) if response.status.is_server_error() && may_retry => {
             debug!(worker = &**worker, status = response.status.as_u16(), "retrying on another pair");
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
-            attempt.service.shared.metrics.retried("status");
+            attempt.service.shared.retried("status");
             Ending::Retry { role: Role::Decode, worker: worker.clone(), held }
         }
         // Decode's own words reach the client, whatever its status.

@@ -4,21 +4,26 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arc_swap::{ArcSwap, Cache};
 use bytes::Bytes;
-use http::{HeaderValue, StatusCode, header};
+use http::{HeaderValue, Method, StatusCode, header};
 use infera_shards::{Rejection, Request, Responder, Response, Service, ShardContext};
 use serde_json::json;
 
+use super::access::{self, AccessSink, Ended};
 use super::budget::RetryBudget;
 use super::exchange;
+use super::explain;
 use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
+use super::stages::Stage;
 use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
+use crate::prompt::PromptTimes;
 use crate::route::{Candidate, RoundRobin};
 
 /// What a listener answers.
@@ -33,7 +38,17 @@ pub enum Surface {
 
 impl Surface {
     fn answers(self, endpoint: &Endpoint) -> bool {
-        let is_control = matches!(endpoint, Endpoint::Workers | Endpoint::Metrics | Endpoint::CacheView(_));
+        let is_control = matches!(
+            endpoint,
+            Endpoint::Workers
+                | Endpoint::Metrics
+                | Endpoint::CacheView(_)
+                | Endpoint::Explain
+                | Endpoint::Config
+                | Endpoint::LogLevel
+                | Endpoint::Overview
+                | Endpoint::Dashboard
+        );
         let is_common = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Models | Endpoint::Model(_));
         match self {
             Surface::All => true,
@@ -53,6 +68,7 @@ pub struct RouterService {
     pub(super) retry_budget: RetryBudget,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
+    access: Option<AccessSink>,
     view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
 }
 
@@ -74,6 +90,7 @@ impl RouterService {
             peers: Peers::default(),
             retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
+            access: shared.access.clone().map(|queues| AccessSink { queues, shard: context.shard }),
             shared,
             context,
         }
@@ -93,7 +110,22 @@ impl RouterService {
         has_one
     }
 
-    async fn local(&self, endpoint: Endpoint, request: &Request) -> Response {
+    /// A stage of the request at hand took so long.
+    pub(super) fn took(&self, stage: Stage, took: Duration) {
+        self.shared.took(self.context.shard, stage, took);
+    }
+
+    /// The stages of its prompt; those that it did not come to are not counted.
+    pub(super) fn prompt_took(&self, times: PromptTimes) {
+        let PromptTimes { render, encode, hash } = times;
+        for (stage, took) in [(Stage::Render, render), (Stage::Encode, encode), (Stage::Hash, hash)] {
+            if !took.is_zero() {
+                self.took(stage, took);
+            }
+        }
+    }
+
+    async fn local(&self, endpoint: Endpoint, request: Request) -> Response {
         match endpoint {
             Endpoint::Models => {
                 let view = self.view();
@@ -107,6 +139,17 @@ impl RouterService {
             }
             Endpoint::Ready => self.ready(),
             Endpoint::Metrics => self.ask(ControlAsk::Metrics).await,
+            Endpoint::Config => self.ask(ControlAsk::Config).await,
+            Endpoint::Overview => self.ask(ControlAsk::Overview).await,
+            Endpoint::Dashboard => self.ask(ControlAsk::Dashboard).await,
+            Endpoint::LogLevel => {
+                let filter = (request.method == Method::PUT).then(|| request.body.clone());
+                self.ask(ControlAsk::LogLevel { filter }).await
+            }
+            Endpoint::Explain => match explain::explain(self, request).await {
+                Ok(answer) => api::json_response(StatusCode::OK, &answer),
+                Err(error) => error.into_response(),
+            },
             Endpoint::CacheView(worker_id) => self.cache_view(worker_id, &request.target).await,
             Endpoint::WrongMethod(allow) => ApiError::WrongMethod { allow }.into_response(),
             Endpoint::Unknown
@@ -167,15 +210,34 @@ impl RouterService {
 
 impl Service for RouterService {
     async fn call(&self, request: Request, responder: &mut Responder) {
+        match &self.access {
+            None => self.serve(request, responder).await,
+            Some(sink) => {
+                let line = access::Opened::of(sink, &request);
+                line.closed_by(Box::pin(self.serve(request, responder))).await;
+            }
+        }
+    }
+
+    fn reject(&self, rejection: &Rejection) -> Response {
+        if let Some(sink) = &self.access {
+            sink.rejected(rejection);
+        }
+        api::from_rejection(rejection)
+    }
+}
+
+impl RouterService {
+    async fn serve(&self, request: Request, responder: &mut Responder) {
         let mut endpoint = api::endpoint(&request.method, &request.target);
         if !self.surface.answers(&endpoint) {
             endpoint = Endpoint::Unknown;
         }
-        // Probes and scrapers carry no keys, and are told nothing but numbers.
-        let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics);
+        // Probes and scrapers carry no keys, and are told nothing but numbers; the dashboard's page holds no data.
+        let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics | Endpoint::Dashboard);
         if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
             self.shared.metrics.refused_key();
-            let _ = responder.send(ApiError::WrongKey.into_response()).await;
+            answer(ApiError::WrongKey.into_response(), responder).await;
             return;
         }
         match endpoint {
@@ -184,16 +246,26 @@ impl Service for RouterService {
                 exchange::serve(self, endpoint, request, responder).await;
             }
             endpoint => {
-                let response = Box::pin(self.local(endpoint, &request)).await;
-                // The client may be gone; there is nobody left to tell.
-                let _ = responder.send(response).await;
+                let response = Box::pin(self.local(endpoint, request)).await;
+                answer(response, responder).await;
             }
         }
     }
+}
 
-    fn reject(&self, rejection: &Rejection) -> Response {
-        api::from_rejection(rejection)
+/// An answer of the router's own. The client may be gone; there is nobody left to tell.
+/// Tells whether it went out.
+pub(super) async fn answer(response: Response, responder: &mut Responder) -> bool {
+    let (status, bytes) = (response.status, response.body.len());
+    let is_sent = responder.send(response).await.is_ok();
+    if is_sent {
+        access::note(|line| {
+            line.status = Some(status);
+            line.body_bytes_out = bytes as u64;
+            line.ended = if status.is_success() { Ended::Complete } else { Ended::Refused };
+        });
     }
+    is_sent
 }
 
 /// A text answer of the metrics page.

@@ -18,6 +18,8 @@ pub(crate) struct Connection {
     pub(super) address: SocketAddr,
     /// It has carried an exchange before this one.
     pub(super) reused: bool,
+    /// What opening it took.
+    pub(super) connect_time: Duration,
     /// A byte of the current exchange's answer has arrived.
     pub(super) answered: bool,
     slot: Slot,
@@ -41,11 +43,12 @@ impl From<io::Error> for Trouble {
 }
 
 impl Connection {
-    pub(super) fn new(stream: Stream, address: SocketAddr) -> Connection {
+    pub(super) fn new(stream: Stream, address: SocketAddr, connect_time: Duration) -> Connection {
         Connection {
             stream,
             address,
             reused: false,
+            connect_time,
             answered: false,
             slot: Slot::new(),
             buffer: Vec::new(),

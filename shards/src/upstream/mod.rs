@@ -11,7 +11,7 @@ use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Method};
@@ -138,10 +138,11 @@ impl Upstream {
 
     async fn connect(&self, address: SocketAddr) -> Result<Box<Connection>, UpstreamError> {
         let failed = |kind| UpstreamError { kind, reused_connection: false, response_started: false };
+        let started = Instant::now();
         match crate::net::timeout(self.0.config.connect_timeout, Stream::connect(address)).await {
             Some(Ok(stream)) => {
                 self.0.counters.upstream_connects.add(1);
-                Ok(Box::new(Connection::new(stream, address)))
+                Ok(Box::new(Connection::new(stream, address, started.elapsed())))
             }
             Some(Err(error)) => Err(failed(UpstreamErrorKind::Connect(error))),
             None => Err(failed(UpstreamErrorKind::ConnectTimeout)),
