@@ -1,6 +1,7 @@
 //! The control thread: answers what would take a shard too long (the metrics page, the overview), needs the mirrors
 //! (cache view) or changes the process (the log's filter). Never touches a request.
 
+mod dashboard;
 mod history;
 mod overview;
 
@@ -10,7 +11,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use http::{HeaderName, HeaderValue, StatusCode, header};
+use http::StatusCode;
 use infera_shards::{Completion, Response};
 use serde_json::{Value, json};
 
@@ -21,14 +22,6 @@ use crate::metrics::MetricsPage;
 use crate::proxy::{ControlAsk, ControlPlane, metrics_response};
 use crate::route::Policy;
 use history::History;
-
-/// The dashboard: one page with all that it needs in it.
-const DASHBOARD: &str = include_str!("dashboard.html");
-
-/// Scripts and styles of the page itself, data of this server, and nothing else.
-const DASHBOARD_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
-                                connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; \
-                                frame-ancestors 'none'";
 
 struct Question {
     ask: ControlAsk,
@@ -95,7 +88,7 @@ fn run(state: &AdminState, questions: &Receiver<Question>) {
             ControlAsk::Config => api::json_response(StatusCode::OK, &state.settings),
             ControlAsk::LogLevel { filter } => log_level(&state.log, filter),
             ControlAsk::Overview => overview::overview(state, &history),
-            ControlAsk::Dashboard => dashboard(),
+            ControlAsk::Dashboard => dashboard::page(),
             ControlAsk::Metrics => metrics_response(state.page.render()),
             ControlAsk::CacheView { worker_id, rank } => cache_view(state, &worker_id, rank),
         };
@@ -123,18 +116,6 @@ fn log_level(log: &LogFilter, body: Option<Bytes>) -> Response {
         Ok(()) => api::json_response(StatusCode::OK, &json!({"filter": log.get()})),
         Err(problem) => ApiError::BadRequest(problem).into_response(),
     }
-}
-
-fn dashboard() -> Response {
-    let headers: [(HeaderName, &'static str); 5] = [
-        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
-        (header::CONTENT_SECURITY_POLICY, DASHBOARD_POLICY),
-        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
-        (header::REFERRER_POLICY, "no-referrer"),
-        (header::CACHE_CONTROL, "no-store"),
-    ];
-    let headers = headers.into_iter().map(|(name, value)| (name, HeaderValue::from_static(value))).collect();
-    Response { status: StatusCode::OK, headers, body: Bytes::from_static(DASHBOARD.as_bytes()) }
 }
 
 /// `{"worker_id","dp_rank","block_count"}`; without a rank the blocks of all ranks of the worker together.

@@ -8,7 +8,7 @@ use crate::support::wait_until;
 use crate::support::worker::json_worker;
 
 /// One sample: name, labels in order, value.
-type Sample = (String, BTreeMap<String, String>, f64);
+pub type Sample = (String, BTreeMap<String, String>, f64);
 
 /// Reads a page by the rules of the text format (version 0.0.4) and those that a careful exporter follows: one HELP and
 /// one TYPE per family, in front of its samples, samples of a family together, no series twice, counters named so,
@@ -102,7 +102,7 @@ fn check_histogram(name: &str, samples: &[Sample]) {
     }
 }
 
-fn page(router: &Router) -> Vec<Sample> {
+pub fn page(router: &Router) -> Vec<Sample> {
     let answer = router.get("/metrics");
     assert_eq!(answer.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
     read_strictly(&answer.text())

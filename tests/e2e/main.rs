@@ -20,6 +20,7 @@ mod exposition;
 mod failures;
 mod forwarding;
 mod images;
+mod insight;
 mod keys;
 mod kv_aware;
 mod leaving;
