@@ -14,6 +14,12 @@ pub const SHARD_PROMPT_MESSAGES: usize = 512;
 pub const SHARD_NEW_TEXT_BYTES: usize = (8 << 10) - 1;
 pub const SHARD_NEW_TEXT_BYTES_REFERENCE: usize = 2 << 10;
 
+/// New text after which a thread forgets the words that the fast encoder has learned from it, bytes. A shard's words
+/// fit in what it has at its first text (8 MiB for Qwen3), and even text that never repeats a word makes it grow for
+/// 5 ms at most; a thread that only encodes may keep four times as much.
+pub const SHARD_LEARNS_BYTES_MAX: usize = 4 << 20;
+pub const ENCODER_LEARNS_BYTES_MAX: usize = 16 << 20;
+
 /// Pieces of a prompt from this size on are kept as soon as they are encoded, and are encoded by one thread at a time.
 pub const LONG_PIECE_BYTES: usize = 8 << 10;
 const _: () = assert!(SHARD_NEW_TEXT_BYTES < LONG_PIECE_BYTES && SHARD_NEW_TEXT_BYTES_REFERENCE < LONG_PIECE_BYTES);

@@ -3,6 +3,7 @@
 //! Two implementations: `tokenizers` is the reference; `fastokens` takes a fiftieth of its time and is used where it
 //! loads the model and agrees with the reference on a set of hard texts at start. Only the one in use stays in memory.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use anyhow::{Context, anyhow};
@@ -11,6 +12,7 @@ use tokenizers::Tokenizer;
 use super::NoBlocks;
 use super::model_files::{ModelFiles, TokenizerSource};
 use super::{self_check, tiktoken};
+use crate::limits::{ENCODER_LEARNS_BYTES_MAX, SHARD_LEARNS_BYTES_MAX};
 
 /// Text whose encoding shows what a tokenizer puts around any text.
 const PROBE: &str = "a";
@@ -94,7 +96,10 @@ impl Encoder {
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, NoBlocks> {
         match &self.implementation {
             Implementation::Reference(tokenizer) => reference_ids(tokenizer, text),
-            Implementation::Fast(tokenizer) => fast_ids(tokenizer, text),
+            Implementation::Fast(tokenizer) => {
+                learn_from(text.len());
+                fast_ids(tokenizer, text)
+            }
         }
     }
 
@@ -145,6 +150,32 @@ fn reference_ids(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, NoBlocks
 
 fn fast_ids(tokenizer: &fastokens::Tokenizer, text: &str) -> Result<Vec<u32>, NoBlocks> {
     tokenizer.encode_with_special_tokens(text, false).map_err(|_| NoBlocks::EncodeFailed)
+}
+
+thread_local! {
+    /// Bytes of text from which this thread has learned words, and of how many it may.
+    static LEARNED: Cell<(usize, usize)> = const { Cell::new((0, SHARD_LEARNS_BYTES_MAX)) };
+}
+
+/// This thread does nothing but encode, so it may keep more words than one that also relays.
+pub fn only_encodes_here() {
+    LEARNED.set((LEARNED.get().0, ENCODER_LEARNS_BYTES_MAX));
+}
+
+/// To be called before the fast implementation encodes `bytes` of text.
+///
+/// It keeps the ids of every word that a thread meets, in a table of the thread's own that doubles up to 64 MiB: a shard
+/// would grow by most of a tokenizer, and stand still for 70, then 120 ms, while the table is moved. So a thread
+/// forgets its words in time; going back to those of the vocabulary takes 2 ms. There is no other way to say so than
+/// the crate's benchmarks have.
+fn learn_from(bytes: usize) {
+    let (learned, most) = LEARNED.get();
+    if learned + bytes > most && learned > 0 {
+        fastokens::models::bpe::__bench_reset_thread_caches();
+        LEARNED.set((bytes, most));
+    } else {
+        LEARNED.set((learned + bytes, most));
+    }
 }
 
 fn reference(source: &TokenizerSource) -> anyhow::Result<Tokenizer> {

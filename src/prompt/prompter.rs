@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime};
 use crate::limits::{PROMPT_CACHE_BYTES, RENDERED_BYTES_MAX};
 
 use super::block_maker::{BlockMaker, Pending, Text};
-use super::encoder::{Encoder, EncoderChoice, on_own_thread};
+use super::encoder::{Encoder, EncoderChoice, on_own_thread, only_encodes_here};
 use super::environment::strftime;
 use super::model_files::ModelFiles;
 use super::native::{ChatEncoding, Native};
@@ -294,8 +294,9 @@ impl Prompter {
     }
 
     /// Makes the encoder build what it keeps for each thread; the first text of a thread takes some 20 ms more without
-    /// it. To be called on every thread that encodes, before it serves.
+    /// it. To be called on every thread that does nothing but encode, before it serves.
     pub fn warm_up(&self) {
+        only_encodes_here();
         // A failure here is a failure of every prompt, and is counted there.
         let _ = self.maker.encoder.encode(WARM_UP_TEXT);
     }
