@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use infera_shards::{
-    RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
+    Head, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
 };
 use tracing::{debug, warn};
 
@@ -26,7 +26,6 @@ use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
 use crate::pd::{PdEndpoint, StreamFailure};
-use crate::prompt::PromptBody;
 use crate::prompt::outline::Outline;
 use crate::route::{self, Policy, Topology};
 use crate::worker::{Name, Role};
@@ -104,6 +103,28 @@ pub(super) struct Route {
     pub prompts: Prompts,
 }
 
+impl Route {
+    /// What is known before the prompt was looked at; takes from `reading` what it keeps.
+    pub fn of(
+        service: &RouterService,
+        fleet: &Fleet,
+        endpoint: Endpoint,
+        head: &Head,
+        session: Option<SessionName>,
+        reading: &mut Reading<'_>,
+    ) -> Result<Self, ApiError> {
+        let named = Named::of(service.shared.settings.disaggregation.mode, head, fleet)?;
+        let (model, facts) = (std::mem::take(&mut reading.model), std::mem::take(&mut reading.facts));
+        Ok(Self { endpoint, model, named, samples: reading.samples, session, prompts: Prompts::of(facts) })
+    }
+
+    /// The endpoint as two legs know it, where two share the request.
+    pub fn pair(&self, fleet: &Fleet) -> Option<PdEndpoint> {
+        disaggregated::endpoint_of(&self.endpoint)
+            .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &self.model), &self.named))
+    }
+}
+
 /// Who serves a request. Made once and taken apart at once, so its size costs nothing.
 #[allow(clippy::large_enum_variant)]
 enum Served {
@@ -135,34 +156,19 @@ fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Resu
     let started = Instant::now();
     let reading = Reading::of(service, &endpoint, request);
     service.took(Stage::Parse, started.elapsed());
-    let reading = reading?;
+    let mut reading = reading?;
     access::note(|line| line.model = access::clipped(reading.model.as_bytes()));
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let view = service.view();
-    let (mut route, pair, outline, prompt) = routed(service, &view.fleet, endpoint, request, reading, session)?;
+    let mut route = Route::of(service, &view.fleet, endpoint, &request.head, session, &mut reading)?;
+    let pair = route.pair(&view.fleet);
+    let Reading { outline, prompt, .. } = reading;
     let mut unfinished = None;
     if let Some((outline, pool)) = outline.as_ref().zip(pool_for_prompt(service, &view.fleet, &route, pair)?) {
         unfinished = prompts::begin(service, &mut route.prompts, &route.endpoint, &view.fleet, &pool, outline, prompt);
     }
     Ok(Begun { route, outline, unfinished, pair })
-}
-
-/// Puts together what is known of a request before its prompt was looked at.
-pub(super) fn routed<'a>(
-    service: &RouterService,
-    fleet: &Fleet,
-    endpoint: Endpoint,
-    request: &Request,
-    reading: Reading<'a>,
-    session: Option<SessionName>,
-) -> Result<(Route, Option<PdEndpoint>, Option<Outline>, Option<PromptBody<'a>>), ApiError> {
-    let Reading { model, samples, facts, outline, prompt } = reading;
-    let named = Named::of(service.shared.settings.disaggregation.mode, &request.head, fleet)?;
-    let route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
-    let pair = disaggregated::endpoint_of(&route.endpoint)
-        .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
-    Ok((route, pair, outline, prompt))
 }
 
 /// The targets that the prompt is to be hashed for; nothing where it has no part in the choice.

@@ -6,7 +6,7 @@ use infera_shards::Request;
 use serde_json::{Value, json};
 
 use super::disaggregated::{legs_facts, wish_for_a_pair};
-use super::exchange::{Route, narrowed_pool, pool_for_prompt, routed, wish_for_one};
+use super::exchange::{Route, narrowed_pool, pool_for_prompt, wish_for_one};
 use super::explained;
 use super::pair::{Tried, preview_pair};
 use super::pick::{NoPick, preview};
@@ -39,11 +39,12 @@ pub(super) async fn explain(service: &RouterService, request: Request) -> Result
     if let Some(cap) = service.shared.settings.caps.total.filter(|cap| service.shared.metrics.inflight() >= *cap) {
         return Err(ApiError::too_many(cap));
     }
-    let reading = Reading::of(service, &endpoint, &request)?;
+    let mut reading = Reading::of(service, &endpoint, &request)?;
     let session = service.shared.steering.sessions.as_ref().map(|sessions| sessions.read(&request.head));
     let session_name = session.and_then(Result::ok);
-    let (mut route, pair, outline, _) =
-        routed(service, &service.view().fleet, endpoint, &request, reading, session_name)?;
+    let view = service.view();
+    let mut route = Route::of(service, &view.fleet, endpoint, &request.head, session_name, &mut reading)?;
+    let (pair, outline) = (route.pair(&view.fleet), reading.outline);
     let prompt = preview_prompt(service, &mut route, pair, outline.as_ref()).await?;
     let view = service.view();
     let decision = match pair {

@@ -166,6 +166,9 @@ pub struct TargetTotals {
     pub blocks: u64,
 }
 
+/// One of them.
+type TargetNumber = fn(&mut TargetTotals) -> &mut u64;
+
 /// Handles of one target, held by a shard.
 pub struct TargetMetrics {
     pub picks: IntCounter,
@@ -314,7 +317,7 @@ impl RequestMetrics {
     /// By route key. Makes no series of targets that nobody was sent to.
     pub fn target_totals(&self) -> HashMap<String, TargetTotals> {
         let mut totals: HashMap<String, TargetTotals> = HashMap::new();
-        let families: [(&IntCounterVec, fn(&mut TargetTotals) -> &mut u64); 3] = [
+        let families: [(&IntCounterVec, TargetNumber); 3] = [
             (&self.picks_total, |totals| &mut totals.picks),
             (&self.target_blocks_hit_total, |totals| &mut totals.blocks_hit),
             (&self.target_blocks_total, |totals| &mut totals.blocks),

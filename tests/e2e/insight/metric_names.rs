@@ -45,7 +45,8 @@ fn read(expression: &str) -> Named {
             } else if word == "offset" {
                 rest = rest.split_once(|c: char| !c.is_ascii_alphanumeric()).map_or("", |(_, after)| after);
             } else {
-                assert!(FUNCTIONS.contains(&word) && rest.starts_with('('), "`{word}` in {expression}");
+                let is_call = rest.starts_with('(') || rest.starts_with("by ");
+                assert!(FUNCTIONS.contains(&word) && is_call, "`{word}` in {expression}");
             }
         } else if first == '{' {
             let end = rest.find('}').unwrap_or_else(|| panic!("{expression}"));
