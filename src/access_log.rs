@@ -53,10 +53,11 @@ impl AccessLog {
         shards: usize,
         registry: &Registry,
     ) -> anyhow::Result<Option<Self>> {
-        let Some(settings) = settings else { return Ok(None) };
-        let place = Place::open(settings.file.as_deref())?;
+        // Also without a log: whoever rotates the logs of a host must not end a router that has none.
         let reopen = Arc::new(AtomicBool::new(false));
         signal_hook::flag::register(SIGUSR1, reopen.clone()).context("cannot install a signal handler")?;
+        let Some(settings) = settings else { return Ok(None) };
+        let place = Place::open(settings.file.as_deref())?;
         let queues = Arc::new(AccessQueues::new(shards, registry)?);
         let is_ending = Arc::new(AtomicBool::new(false));
         let (sender, ended) = channel::<()>();

@@ -180,7 +180,6 @@ pub(super) fn note(what: impl FnOnce(&mut AccessLine)) {
 }
 
 /// Counts an answer's body on its way to the client.
-#[derive(Clone)]
 pub(super) struct Tally(Open);
 
 impl Tally {
@@ -211,16 +210,32 @@ impl Opened {
         Self { sink: sink.clone(), line: Some(begun(request)) }
     }
 
-    /// Serves the request. Its future goes before the line does, whoever drops them.
-    pub async fn closed_by(self, mut serve: Pin<Box<dyn Future<Output = ()> + '_>>) {
+    /// Serves the request.
+    pub async fn closed_by(self, serve: Pin<Box<dyn Future<Output = ()> + '_>>) {
         let opened = self;
+        // Bound last, so that it is dropped first: what it still holds of the line is gone when that is handed over.
+        let mut serve = serve;
         poll_fn(|context| {
-            CURRENT.set(opened.line.clone());
-            let ready = serve.as_mut().poll(context);
-            CURRENT.set(None);
-            ready
+            let _at_hand = AtHand::set(&opened.line);
+            serve.as_mut().poll(context)
         })
         .await;
+    }
+}
+
+/// While this lives, the thread's notes go to one line. A guard, because what is polled may panic.
+struct AtHand;
+
+impl AtHand {
+    fn set(line: &Option<Open>) -> Self {
+        CURRENT.set(line.clone());
+        Self
+    }
+}
+
+impl Drop for AtHand {
+    fn drop(&mut self) {
+        CURRENT.set(None);
     }
 }
 

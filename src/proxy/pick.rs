@@ -207,6 +207,7 @@ fn choose<W: Witness>(
 ) -> Option<Chosen> {
     let shared = &service.shared;
     let Scratch { queries, candidates, indexes } = scratch;
+    queries.begin();
     if wish.by_load {
         witness.in_order(indexes);
         witness.decided(DecidedBy::RequestsInFlight);
@@ -266,7 +267,6 @@ fn fill<W: Witness>(
     let pick_number = steering.picks.current().wrapping_add(witness.uncounted_picks());
     candidates.clear();
     let host_weight = service.shared.settings.host_tier_weight;
-    queries.begin();
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
         // Beside an image the text's blocks say nothing: the placeholder is the same whatever the image.
@@ -322,16 +322,15 @@ fn kv_aware<W: Witness>(
     let mut place;
     let mut reservation = None;
     let mut lease = None;
-    let followed = session.follow::<W>();
-    if let Some((bound, held)) = followed {
+    if let Some((bound, held)) = session.follow::<W>() {
         (place, lease) = (bound, held);
         witness.decided(DecidedBy::Session);
         if let Some(demand) = &demand {
             reservation = demand.book::<W>(candidates, place);
         }
         if !W::BOOKS {
+            // The session has decided; what the others would have cost is shown all the same.
             demand.iter().for_each(|demand| demand.show_to(candidates, None, witness));
-            // For the terms: the session has decided already.
             route::pick_noted(weight, candidates, |terms| witness.weighed(terms));
         }
     } else {

@@ -218,16 +218,15 @@ async fn on_the_pool<T: Send + 'static>(
     service: &RouterService,
     job: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, &'static str> {
-    let shared = &service.shared;
     let (completion, pending) = service.context.mailbox.ticket();
     // Gone with this future: a job whose request has left or given up does nothing.
     let wanted_still = Arc::new(());
     let watch = Arc::downgrade(&wanted_still);
-    let accepted = shared.encoders.submit(Box::new(move || {
+    let accepted = service.shared.encoders.submit(move || {
         if watch.strong_count() > 0 {
             completion.complete(job());
         }
-    }));
+    });
     if !accepted {
         return Err("encoder_queue_full");
     }
