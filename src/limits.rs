@@ -63,6 +63,9 @@ pub const IMAGES_PER_REQUEST_MAX: usize = 64;
 /// Workers of one source; registrations beyond it are skipped and counted.
 pub const WORKERS_MAX: usize = 16_384;
 
+/// Names that one worker's model has besides its first.
+pub const FURTHER_MODEL_NAMES_MAX: usize = 32;
+
 /// The workers file, bytes.
 pub const WORKERS_FILE_BYTES_MAX: u64 = 64 << 20;
 
@@ -108,6 +111,22 @@ pub const SLOTS_MAX: usize = 60_000;
 
 /// Longest wait for a prompt on the encoder pool; after it the request is routed by load.
 pub const PROMPT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// Between two looks for silent streams (`--stream-admission-warn-s`, `--stream-stall-warn-s`).
+pub const SILENCE_LOOK_MIN: std::time::Duration = std::time::Duration::from_millis(20);
+pub const SILENCE_LOOK_MAX: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// Entries of a shard's table of streams that are kept while there are none.
+pub const STREAM_ENTRIES_KEPT: usize = 256;
+
+/// Longest request id of a client that is shown in a log line, bytes.
+pub const REQUEST_ID_BYTES_MAX: usize = 128;
+
+/// Descriptors that client connections and those to workers leave for event feeds, files and the control pages.
+pub const DESCRIPTORS_RESERVED: usize = 512;
+
+/// Connections of the control pages, where they have an address of their own.
+pub const ADMIN_CONNECTIONS_MAX: usize = 128;
 
 /// Questions waiting for the control thread.
 pub const CONTROL_QUEUE: usize = 64;

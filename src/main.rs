@@ -47,7 +47,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     config.effective().for_each(|line| tracing::debug!("{line}"));
     config.warnings.iter().for_each(|warning| warn!("{warning}"));
 
-    config::raise_descriptor_limit();
+    config::raise_descriptor_limit(config.connections_max);
     let prompter = config.prompter()?;
     // Loading a tokenizer takes several times the memory of the loaded one.
     infera_shards::release_free_memory();

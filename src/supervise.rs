@@ -167,6 +167,10 @@ impl Watchdog {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
+    use infera_shards::{EngineConfig, Rejection, Request, Responder, Response, Service, ShardContext};
+
     use super::*;
 
     #[test]
@@ -180,5 +184,55 @@ mod tests {
         assert!(watchdog.is_due(at(10), [2, 2].into_iter()));
         assert!(!watchdog.is_due(at(15), [3, 2].into_iter()), "the second one stands");
         assert!(watchdog.is_due(at(16), [4, 3].into_iter()), "and goes on");
+    }
+
+    /// Answers, and leaves a result behind whose end is a panic where nothing catches it: in the shard's main loop.
+    struct Explosive(ShardContext);
+
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("on purpose");
+        }
+    }
+
+    impl Service for Explosive {
+        async fn call(&self, _: Request, _: &mut Responder) {
+            let (completion, pending) = self.0.mailbox.ticket::<Bomb>();
+            drop(pending);
+            completion.complete(Bomb);
+        }
+
+        fn reject(&self, rejection: &Rejection) -> Response {
+            Response { status: rejection.status, headers: Vec::new(), body: rejection.reason.into() }
+        }
+    }
+
+    fn die_of_a_lost_shard() {
+        let log = logging::start(crate::config::LogFormat::Text);
+        let supervisor = Supervisor::start().unwrap();
+        let engine = Engine::start(EngineConfig::new("127.0.0.1:0".parse().unwrap()), Explosive).unwrap();
+        let mut client = std::net::TcpStream::connect(engine.local_addr()).unwrap();
+        client.write_all(b"GET / HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+        match supervisor.watch(&engine, || None) {
+            End::Lost(thread) => die_without(&thread, log),
+            End::Signal(signal) => panic!("signal {signal}"),
+        }
+    }
+
+    /// A process cannot see its own end, so this test runs itself again as a child that dies.
+    #[test]
+    fn a_shard_that_is_lost_ends_the_process_with_a_message() {
+        const CHILD: &str = "INFERA_ROUTER_TEST_CHILD";
+        if std::env::var_os(CHILD).is_some() {
+            return die_of_a_lost_shard();
+        }
+        let mut process = std::process::Command::new(std::env::current_exe().unwrap());
+        let name = "supervise::tests::a_shard_that_is_lost_ends_the_process_with_a_message";
+        let output = process.args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(EXIT_LOST), "{said}");
+        assert!(said.contains("thread shard-0 has ended by itself; the process ends with it"), "{said}");
     }
 }

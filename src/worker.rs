@@ -83,6 +83,10 @@ pub struct WorkerRecord {
     pub url: String,
     /// Exact match with the request's `model`; empty while it is not known yet.
     pub model_name: String,
+    /// Further names under which the engine serves the same model (`--served-model-name a b`). Not part of Infera's
+    /// record: given by hand or learnt from the engine; never written when there are none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub further_model_names: Vec<String>,
     /// `sglang`, `vllm`, `atom` or empty.
     pub engine: String,
     /// Only `active` is routable.
@@ -117,6 +121,7 @@ impl WorkerRecord {
             worker_id: worker_id.into(),
             url: url.into(),
             model_name: String::new(),
+            further_model_names: Vec::new(),
             engine: String::new(),
             status: "active".to_owned(),
             disagg_mode: Role::Mixed,
@@ -134,6 +139,12 @@ impl WorkerRecord {
     /// The URL taken apart. Never fails for a record that came from [`WorkerRecord::parse`].
     pub fn endpoint(&self) -> Result<WorkerUrl, UrlError> {
         WorkerUrl::parse(&self.url)
+    }
+
+    /// Every name that requests may call the worker's model by; none while that is not known yet.
+    pub fn model_names(&self) -> impl Iterator<Item = &str> {
+        let first = (!self.model_name.is_empty()).then_some(&self.model_name);
+        first.into_iter().chain(&self.further_model_names).map(String::as_str)
     }
 
     pub fn engine_kind(&self) -> EngineKind {

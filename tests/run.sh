@@ -29,5 +29,13 @@ cargo fmt --all -- --check
 step "lints"
 cargo clippy --locked --workspace --all-targets -- -D warnings
 
+step "advisories of the dependencies"
+# The advisory database is on the network and not reachable from everywhere; all other rules of deny.toml are tests.
+if command -v cargo-deny > /dev/null && cargo deny fetch db; then
+  cargo deny --locked check advisories
+else
+  echo "WARNING: not checked: cargo-deny is missing, or the advisory database cannot be reached" >&2
+fi
+
 step "tests"
 cargo test --locked --workspace "$@"

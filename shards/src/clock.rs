@@ -12,6 +12,9 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant, SystemTime};
 
+/// Where too many heads are unfinished, one that has been so for this long is given up.
+const HEAD_HURRIED_MS: u64 = 2_000;
+
 /// Why a wait ended before its future.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fired {
@@ -27,6 +30,8 @@ struct Inner {
     deadline_ms: Cell<u64>,
     expired: Cell<bool>,
     idle: Cell<bool>,
+    /// Since when this slot has waited for the rest of a request head; 0 = it does not.
+    head_since_ms: Cell<u64>,
     /// Place in the shard's list.
     index: Cell<usize>,
     waker: RefCell<Option<Waker>>,
@@ -38,6 +43,9 @@ struct Clock {
     period_ms: Cell<u64>,
     draining: Cell<bool>,
     stopping: Cell<bool>,
+    /// Slots that wait for the rest of a head, and how many may do so at leisure.
+    heads_open: Cell<usize>,
+    heads_open_max: Cell<usize>,
     slots: RefCell<Vec<Rc<Inner>>>,
     /// Seconds since the epoch and the text for them.
     date: Cell<(u64, [u8; 29])>,
@@ -51,6 +59,8 @@ thread_local! {
         period_ms: Cell::new(500),
         draining: Cell::new(false),
         stopping: Cell::new(false),
+        heads_open: Cell::new(0),
+        heads_open_max: Cell::new(usize::MAX),
         slots: RefCell::new(Vec::new()),
         date: Cell::new((0, [0; 29])),
         date_checked_ms: Cell::new(0),
@@ -60,6 +70,11 @@ thread_local! {
 /// Sets how far the clock may be behind; called once when the shard starts.
 pub(crate) fn set_period(period: Duration) {
     CLOCK.with(|clock| clock.period_ms.set(period.as_millis() as u64));
+}
+
+/// Sets how many request heads may be unfinished before those that are take too long; called once when the shard starts.
+pub(crate) fn set_heads_open_max(most: usize) {
+    CLOCK.with(|clock| clock.heads_open_max.set(most));
 }
 
 /// Milliseconds since the shard started, as of the last sweep; never 0.
@@ -72,8 +87,12 @@ pub(crate) fn sweep() {
     CLOCK.with(|clock| {
         let now = clock.started.elapsed().as_millis() as u64 + 1;
         clock.now_ms.set(now);
+        let mut too_many = clock.heads_open.get().saturating_sub(clock.heads_open_max.get());
         wake_where(clock, |slot| {
-            let late = slot.deadline_ms.get() != 0 && slot.deadline_ms.get() <= now;
+            let since = slot.head_since_ms.get();
+            let hurried = too_many > 0 && since != 0 && now.saturating_sub(since) >= HEAD_HURRIED_MS;
+            too_many -= usize::from(hurried);
+            let late = hurried || (slot.deadline_ms.get() != 0 && slot.deadline_ms.get() <= now);
             if late {
                 slot.deadline_ms.set(0);
                 slot.expired.set(true);
@@ -123,6 +142,7 @@ impl Slot {
                 deadline_ms: Cell::new(0),
                 expired: Cell::new(false),
                 idle: Cell::new(false),
+                head_since_ms: Cell::new(0),
                 index: Cell::new(slots.len()),
                 waker: RefCell::new(None),
             });
@@ -149,6 +169,20 @@ impl Slot {
     /// An idle slot may be drained.
     pub(crate) fn set_idle(&self, idle: bool) {
         self.0.idle.set(idle);
+    }
+
+    /// The slot waits for the rest of a request head, from now on if it did not before.
+    pub(crate) fn head_is_open(&self) {
+        if self.0.head_since_ms.get() == 0 {
+            self.0.head_since_ms.set(now_ms());
+            CLOCK.with(|clock| clock.heads_open.set(clock.heads_open.get() + 1));
+        }
+    }
+
+    pub(crate) fn head_is_whole(&self) {
+        if self.0.head_since_ms.replace(0) != 0 {
+            CLOCK.with(|clock| clock.heads_open.set(clock.heads_open.get() - 1));
+        }
     }
 
     pub(crate) fn poll_fired(&self, cx: &mut Context<'_>) -> Poll<Fired> {
@@ -194,6 +228,7 @@ impl Drop for Slot {
     fn drop(&mut self) {
         // `try_with`: a slot may outlive the thread's clock when a shard is torn down.
         let _ = CLOCK.try_with(|clock| {
+            clock.heads_open.set(clock.heads_open.get() - usize::from(self.0.head_since_ms.get() != 0));
             let mut slots = clock.slots.borrow_mut();
             let index = self.0.index.get();
             assert!(Rc::ptr_eq(&slots[index], &self.0), "a slot knows its place");

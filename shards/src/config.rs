@@ -66,6 +66,9 @@ pub struct Limits {
     pub write_stall_timeout: Duration,
     /// Open client connections of one shard; more are answered 503 and closed.
     pub connections_max: usize,
+    /// Connections of one shard that are new or have sent a part of a head. Beyond it, those for which that has lasted two
+    /// seconds are closed, as many as are too many: they are a flood's, and would take the place of others.
+    pub half_open_max: usize,
     /// Bytes of following requests that are read while one is answered.
     pub pipelined_bytes_max: usize,
 }
@@ -81,6 +84,7 @@ impl Default for Limits {
             keep_alive_timeout: Duration::from_secs(75),
             write_stall_timeout: Duration::from_secs(60),
             connections_max: 65_536,
+            half_open_max: 32_768,
             pipelined_bytes_max: 64 << 10,
         }
     }

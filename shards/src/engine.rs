@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -56,6 +57,7 @@ pub struct Engine {
     address: SocketAddr,
     driver: DriverReport,
     shards: Vec<Handle>,
+    draining: AtomicBool,
 }
 
 struct Handle {
@@ -83,6 +85,7 @@ impl Engine {
             address,
             driver: DriverReport { name: "", flags: Vec::new(), fallback_reason: None },
             shards: Vec::new(),
+            draining: AtomicBool::new(false),
         };
         for (index, socket) in sockets.into_iter().enumerate() {
             let (sender, receiver) = async_channel::unbounded();
@@ -137,14 +140,21 @@ impl Engine {
     /// Stops accepting, closes idle connections; running exchanges finish and their connections close after them.
     /// Returns at once; watch [`Engine::requests_active`] and [`Engine::connections_open`].
     pub fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
         for shard in &self.shards {
             let _ = shard.mailbox.try_send(Message::Drain);
         }
     }
 
-    /// The first shard whose thread has ended by itself; it serves nobody any more.
+    /// The first shard that serves nobody new any more though it was not told to drain: its thread has ended by itself, or
+    /// the task that accepts has.
     pub fn ended_shard(&self) -> Option<usize> {
-        self.shards.iter().position(|shard| shard.thread.as_ref().is_none_or(JoinHandle::is_finished))
+        let is_draining = self.draining.load(Ordering::Relaxed);
+        let has_ended = |shard: &Handle| {
+            shard.thread.as_ref().is_none_or(JoinHandle::is_finished)
+                || (!is_draining && shard.counters.accepting.get() == 0)
+        };
+        self.shards.iter().position(has_ended)
     }
 
     /// Whether any shard still takes connections.
@@ -231,9 +241,11 @@ fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, s
         shard::enter(&shard);
         let period = sweep_period(&seed.config.limits, &seed.config.upstream);
         clock::set_period(period);
+        clock::set_heads_open_max(seed.config.limits.half_open_max);
         let context = ShardContext { shard: index, upstream: upstream.clone(), mailbox: mailbox.clone() };
         let service = Rc::new(make_service(context));
-        shard::spawn_watchful(accept(listener, shard.clone(), service));
+        let accepting = Accepting::new(&shard.counters);
+        shard::spawn_watchful(accept(listener, shard.clone(), service, accepting));
         let _ = started.send(Ok(report));
         // A channel without senders tells `start` that a shard died without a report.
         drop(started);
@@ -331,12 +343,11 @@ impl Drop for Accepting {
 }
 
 /// The one task that accepts. It waits by readiness, so that ending it loses no connection and no descriptor.
-async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>) {
+async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>, _accepting: Accepting) {
     let slot = Slot::new();
     slot.set_idle(true);
     let mut failing = false;
     let mut closes_at: Option<Instant> = None;
-    let _accepting = Accepting::new(&shard.counters);
     loop {
         let limit = closes_at.map(|time| time.saturating_duration_since(Instant::now()));
         let waited = slot.within(limit, pin!(listener.readable())).await;

@@ -86,6 +86,11 @@ impl ApiError {
         ApiError::Overloaded { reason: format!("{cap} requests are in flight, which is as many as may be") }
     }
 
+    /// A worker that wants another key than the one this router shows.
+    pub fn key_refused(worker: &str) -> Self {
+        ApiError::WorkerFailed { reason: format!("worker {worker} does not accept this router's key") }
+    }
+
     fn shape(&self) -> Shape {
         let shape = |status, kind, code, message: String| Shape { status, kind, code, message };
         let invalid = "invalid_request_error";

@@ -42,6 +42,18 @@ pub enum Endpoint {
     Unknown,
 }
 
+impl Endpoint {
+    /// The path where it is a fixed one; a closed set, for logs.
+    pub const fn path(&self) -> &'static str {
+        match self {
+            Endpoint::ChatCompletions => "/v1/chat/completions",
+            Endpoint::Completions => "/v1/completions",
+            Endpoint::Responses => "/v1/responses",
+            _ => "other",
+        }
+    }
+}
+
 const CACHE_VIEW: &str = "/v1/admin/cache-view/";
 const MODELS: &str = "/v1/models/";
 

@@ -52,8 +52,6 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub access_log: super::access_log::AccessLogArgs,
     #[command(flatten)]
-    pub not_built: NotBuiltArgs,
-    #[command(flatten)]
     pub no_effect: NoEffectArgs,
 }
 
@@ -209,6 +207,24 @@ pub struct UpstreamArgs {
         allow_negative_numbers = true
     )]
     pub http_req_idle_timeout_s: f64,
+    /// A stream whose answer has not begun for this long is reported, once, and goes on; 0 for never.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "INFERA_STREAM_ADMISSION_WARN",
+        default_value_t = 240.0,
+        allow_negative_numbers = true
+    )]
+    pub stream_admission_warn_s: f64,
+    /// A stream that falls silent in its middle for this long is reported, once, and goes on; 0 for never.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "INFERA_STREAM_STALL_WARN",
+        default_value_t = 60.0,
+        allow_negative_numbers = true
+    )]
+    pub stream_stall_warn_s: f64,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -230,17 +246,6 @@ pub struct MachineArgs {
     /// Log lines as text|json.
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     pub log_format: String,
-}
-
-/// Known options of features that this build does not have. Only values that ask for nothing are accepted; see
-/// `validate::NOT_BUILT`.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Known, not available in this build (only the default is accepted)")]
-pub struct NotBuiltArgs {
-    #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_ADMISSION_WARN", default_value_t = 240.0)]
-    pub stream_admission_warn_s: f64,
-    #[arg(long, value_name = "SECONDS", env = "INFERA_STREAM_STALL_WARN", default_value_t = 60.0)]
-    pub stream_stall_warn_s: f64,
 }
 
 /// Options that only tune a transport or backend which cannot be chosen in this build. Launchers pass them along, so

@@ -7,6 +7,7 @@ use anyhow::Context;
 use infera_shards::{DriverChoice, EngineConfig};
 
 use super::{Config, IoDriver, ShardCpus};
+use crate::limits;
 use crate::prompt::{Prompter, PrompterOptions};
 use crate::proxy::Settings;
 use crate::route::Policy;
@@ -30,14 +31,35 @@ impl Placement {
     }
 }
 
-/// A proxied stream needs two descriptors and an event feed about five; the soft limit is a leftover from `select`.
-pub fn raise_descriptor_limit() {
+/// A proxied stream needs two descriptors and an event feed about five; the soft limit is a leftover from `select`. Says
+/// so where that leaves fewer connections than `connections_max`.
+pub fn raise_descriptor_limit(connections_max: usize) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if limit.current != limit.maximum && setrlimit(Resource::Nofile, raised).is_err() {
         tracing::warn!(soft = ?limit.current, hard = ?limit.maximum, "the limit of open files cannot be raised");
     }
+    let fitting = connections_that_fit();
+    if fitting < connections_max {
+        tracing::warn!(
+            connections_max = fitting,
+            open_files_max = ?getrlimit(Resource::Nofile).current,
+            "the limit of open files allows fewer connections than --max-connections"
+        );
+    }
+}
+
+/// Client connections for which there are descriptors, each with one to a worker. Where there are none left, those that
+/// are served would fail with those that come; so whoever comes is told instead.
+fn connections_that_fit() -> usize {
+    let Some(limit) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else { return usize::MAX };
+    fitting(usize::try_from(limit).unwrap_or(usize::MAX))
+}
+
+fn fitting(descriptors: usize) -> usize {
+    let reserve = limits::DESCRIPTORS_RESERVED.min(descriptors / 4);
+    ((descriptors - reserve) / 2).max(1)
 }
 
 fn allowed_cpus() -> Vec<usize> {
@@ -88,6 +110,7 @@ impl Config {
             retry_budget_percent: self.resilience.retry_budget_percent,
             breaker: self.resilience.breaker,
             caps: self.resilience.caps,
+            silence: self.silence,
             client_keys: self.access.client_keys.clone(),
             outbound: self.access.outbound(),
             disaggregation: self.disaggregation.clone(),
@@ -98,6 +121,8 @@ impl Config {
     pub fn admin_engine(&self) -> Option<EngineConfig> {
         let mut engine = self.engine();
         (engine.listen, engine.shards, engine.cpus) = (self.admin_listen?, 1, None);
+        engine.limits.connections_max = engine.limits.connections_max.min(limits::ADMIN_CONNECTIONS_MAX);
+        engine.limits.half_open_max = engine.limits.connections_max.div_ceil(2);
         Some(engine)
     }
 
@@ -112,7 +137,8 @@ impl Config {
         };
         engine.require_io_uring = self.require_io_uring;
         engine.limits.body_bytes_max = self.max_body_bytes;
-        engine.limits.connections_max = self.connections_max.div_ceil(self.shards);
+        engine.limits.connections_max = self.connections_max.min(connections_that_fit()).div_ceil(self.shards);
+        engine.limits.half_open_max = engine.limits.connections_max.div_ceil(2);
         engine.upstream.connect_timeout = self.upstream.connect;
         engine.upstream.first_byte_timeout = self.upstream.first_byte;
         engine.upstream.idle_timeout = self.upstream.idle;
@@ -123,6 +149,11 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn connections_leave_descriptors_for_everything_else() {
+        assert_eq!([0, 1, 100, 1_024, 20_000, 1 << 20].map(fitting), [1, 1, 37, 384, 9_744, 524_032]);
+    }
 
     #[test]
     fn every_thread_gets_a_cpu_of_its_own_or_none_is_pinned() {

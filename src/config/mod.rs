@@ -21,7 +21,7 @@ use clap::{CommandFactory, FromArgMatches};
 use crate::access_log::AccessLogSettings;
 use crate::discovery::DiscoveryConfig;
 use crate::prompt::ChatEncoding;
-use crate::proxy::{DisaggregationSettings, SteeringSettings};
+use crate::proxy::{DisaggregationSettings, SilenceLimits, SteeringSettings};
 use crate::route::Policy;
 pub use access::Access;
 pub use cli::{Cli, Command, InspectCommand};
@@ -93,6 +93,8 @@ pub struct Config {
     pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
+    /// When a stream is reported as silent.
+    pub silence: SilenceLimits,
     pub resilience: Resilience,
     pub access: Access,
     /// At least 1.

@@ -307,17 +307,14 @@ fn failing_and_full_workers() {
 }
 
 #[test]
-fn b60_options_without_their_feature_are_refused_not_ignored() {
-    for (name, asking, harmless) in
-        [("--stream-admission-warn-s", "10", &["240", "0"][..]), ("--stream-stall-warn-s", "10", &["60", "0"])]
-    {
-        if !asking.is_empty() {
-            check_refused(&[name, asking], EXIT_INVALID, &[name, "not available in this build"]);
-        }
-        for value in harmless {
-            config(&[name, value]);
-        }
-    }
+fn silent_streams_are_reported_unless_that_is_switched_off() {
+    use std::time::Duration;
+    let defaults = config(&[]).silence;
+    assert_eq!(defaults.before_first_byte, Some(Duration::from_secs(240)));
+    assert_eq!(defaults.in_the_middle, Some(Duration::from_secs(60)));
+    let off = config(&["--stream-admission-warn-s", "0", "--stream-stall-warn-s", "0"]).silence;
+    assert_eq!(off, crate::proxy::SilenceLimits::default());
+    check_refused(&["--stream-stall-warn-s", "-1"], EXIT_INVALID, &["--stream-stall-warn-s must be"]);
 }
 
 #[test]
@@ -364,7 +361,7 @@ fn sessions_are_off_by_default_and_their_bounds_are_checked() {
 #[test]
 fn every_problem_is_reported_at_once() {
     let refusal =
-        run(&["--router-policy", "x", "--shards", "0", "--worker", "h", "--stream-stall-warn-s", "1"]).map(|_| ());
+        run(&["--router-policy", "x", "--shards", "0", "--worker", "h", "--stream-stall-warn-s", "-1"]).map(|_| ());
     let text = refusal.unwrap_err().text;
     assert_eq!(text.lines().count(), 4, "{text}");
     assert!(text.lines().all(|line| line.starts_with("error: ")), "{text}");
@@ -377,7 +374,7 @@ fn usage_errors_and_help() {
     check_refused(&["--shards", "two"], EXIT_USAGE, &["--shards"]);
     check_refused(&["stray"], EXIT_USAGE, &["stray"]);
     check_refused(&["--port", "1", "--port", "2"], EXIT_USAGE, &["--port"]);
-    check_refused(&["--help"], 0, &["--router-policy", "INFERA_HTTP_REQ_IDLE_TIMEOUT", "not available in this build"]);
+    check_refused(&["--help"], 0, &["--router-policy", "INFERA_HTTP_REQ_IDLE_TIMEOUT", "INFERA_STREAM_STALL_WARN"]);
     check_refused(&["--version"], 0, &[env!("CARGO_PKG_VERSION")]);
 }
 
@@ -435,7 +432,7 @@ fn flag_before_environment_before_default() {
     let output = child(&[("INFERA_DECODE_INPUT_DEMAND", "shadow")]);
     assert!(output.contains("refused: error: --decode-input-demand requires --router-policy kv-aware"), "{output}");
     let output = child(&[("INFERA_STREAM_STALL_WARN", "7")]);
-    assert!(output.contains("refused: error: --stream-stall-warn-s 7: not available in this build"), "{output}");
+    assert!(output.contains("stream-stall-warn-s = 7 (environment)"), "{output}");
     let output = child(&[("INFERA_KV_CHAT_ENCODING", "jinja")]);
     assert!(output.contains("--kv-chat-encoding dsv4|kimi_k3 (got `jinja`)"), "{output}");
 }

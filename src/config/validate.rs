@@ -12,13 +12,9 @@ use super::effective::{Setting, Source, redact};
 use super::{Config, IoDriver, LogFormat, ShardCpus, UpstreamTimeouts, worker_argument};
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
 use crate::prompt::ChatEncoding;
-use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode};
+use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode, SilenceLimits};
 use crate::route::Policy;
 use crate::worker::WorkerRecord;
-
-/// Options of features that are not in this build, and the value besides the default that asks for nothing.
-const NOT_BUILT: [(&str, Option<&str>); 2] =
-    [("stream-admission-warn-s", Some("0")), ("stream-stall-warn-s", Some("0"))];
 
 const SHARDS_MAX: u32 = 1024;
 const ENCODER_THREADS_MAX: u32 = 1024;
@@ -76,7 +72,6 @@ impl Problems {
 
 pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Config, Vec<String>> {
     let mut problems = Problems(Vec::new());
-    not_built(&effective, &mut problems);
     let listen = listen(&arguments.listen, &mut problems);
     let admin_listen =
         arguments.listen.admin_listen.as_deref().and_then(|text| admin_listen(text, listen, &mut problems));
@@ -88,8 +83,10 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
     let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
+    let silence = silence(&arguments.upstream, &mut problems);
     let access = super::access::settings(&arguments.access, &mut problems);
     discovery.authorization = access.worker_key.clone();
+    discovery.own_listeners = [listen].into_iter().chain(admin_listen).collect();
     let resilience = super::resilience::settings(&arguments.resilience, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
     let io_driver = problems.choice(
@@ -143,6 +140,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         disaggregation,
         steering,
         upstream,
+        silence,
         resilience,
         access,
         shards,
@@ -154,28 +152,6 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         warnings,
         effective,
     })
-}
-
-/// A value that a feature would need is refused rather than ignored.
-fn not_built(effective: &[Setting], problems: &mut Problems) {
-    for setting in effective {
-        let Some((_, harmless)) = NOT_BUILT.iter().find(|(name, _)| *name == setting.name) else { continue };
-        let Some(given) = setting.values.first() else { continue };
-        let default = setting.defaults.first().map(String::as_str);
-        if default.is_some_and(|default| same(default, given)) || harmless.is_some_and(|value| same(value, given)) {
-            continue;
-        }
-        let advice = match default {
-            Some("") | None => "leave it out".to_owned(),
-            Some(default) => format!("leave it at {default}"),
-        };
-        problems.add(format!("--{} {given}: not available in this build; {advice}", setting.name));
-    }
-}
-
-/// Equal as text or as numbers (`5` and `5.0`).
-fn same(a: &str, b: &str) -> bool {
-    a == b || matches!((a.parse::<f64>(), b.parse::<f64>()), (Ok(a), Ok(b)) if a == b)
 }
 
 /// Options set by hand that change nothing. Environment variables are common to whole hosts and stay quiet.
@@ -273,6 +249,7 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
         workers_file: arguments.workers_file.clone(),
         etcd: uses_etcd.then(|| etcd(arguments, problems)),
         template_arguments: false,
+        own_listeners: Vec::new(),
         timing: Timing::default(),
         authorization: None,
     }
@@ -439,6 +416,13 @@ fn upstream(arguments: &UpstreamArgs, problems: &mut Problems) -> UpstreamTimeou
         connect,
         first_byte: problems.seconds_or_off("--upstream-first-byte-timeout-s", arguments.upstream_first_byte_timeout_s),
         idle: problems.seconds_or_off("--http-req-idle-timeout-s", arguments.http_req_idle_timeout_s),
+    }
+}
+
+fn silence(arguments: &UpstreamArgs, problems: &mut Problems) -> SilenceLimits {
+    SilenceLimits {
+        before_first_byte: problems.seconds_or_off("--stream-admission-warn-s", arguments.stream_admission_warn_s),
+        in_the_middle: problems.seconds_or_off("--stream-stall-warn-s", arguments.stream_stall_warn_s),
     }
 }
 

@@ -11,8 +11,8 @@ use super::status::SourceKind;
 use crate::limits;
 use crate::worker::{EngineKind, WorkerRecord, WorkerUrl};
 
-/// What a record leaves open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What a record leaves open; by default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Open {
     /// Without a model the worker cannot be routed to.
     pub model: bool,

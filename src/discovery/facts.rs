@@ -12,6 +12,8 @@ use crate::worker::{EngineKind, WorkerRecord, check_events_endpoint};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Facts {
     pub model_name: Option<String>,
+    /// What else the engine calls the same model.
+    pub further_model_names: Vec<String>,
     pub engine: Option<&'static str>,
     pub kv_block_size: Option<u32>,
     pub dp_size: Option<u32>,
@@ -26,6 +28,7 @@ impl Facts {
         let mut complete = record.clone();
         if let (true, Some(model)) = (complete.model_name.is_empty(), &self.model_name) {
             complete.model_name.clone_from(model);
+            complete.further_model_names.clone_from(&self.further_model_names);
         }
         if let (true, Some(engine)) = (complete.engine.is_empty(), self.engine) {
             complete.engine = engine.to_owned();
@@ -46,7 +49,8 @@ impl Facts {
         complete
     }
 
-    /// From `/v1/models`: the first model that is not an adapter, and the engine by its `owned_by`.
+    /// From `/v1/models`: all names that are no adapter's, the first one first, and the engine by its `owned_by`. An adapter
+    /// has cache blocks of its own and is not routed by its name.
     pub fn read_models(&mut self, body: &[u8]) -> Result<(), String> {
         let value: Value = serde_json::from_slice(body).map_err(|error| format!("not JSON ({error})"))?;
         let Some(models) = value.get("data").and_then(Value::as_array) else {
@@ -60,6 +64,13 @@ impl Facts {
             return Err("no model in it yet".to_owned());
         };
         self.model_name = Some(text(model, "id"));
+        self.further_model_names.clear();
+        for name in named().filter(is_base).map(|model| text(model, "id")) {
+            let is_known = self.model_name.as_ref() == Some(&name) || self.further_model_names.contains(&name);
+            if !is_known && self.further_model_names.len() < limits::FURTHER_MODEL_NAMES_MAX {
+                self.further_model_names.push(name);
+            }
+        }
         self.engine = match EngineKind::from_name(&text(model, "owned_by")) {
             EngineKind::Vllm => Some("vllm"),
             EngineKind::Sglang => Some("sglang"),

@@ -18,11 +18,13 @@ mod departures;
 mod etcd;
 mod facts;
 mod file;
+mod own;
 mod registry;
 mod render_probe;
 mod source;
 mod status;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,6 +45,8 @@ pub struct DiscoveryConfig {
     /// Take each worker's own template arguments, and ask engines for them.
     pub template_arguments: bool,
     pub timing: Timing,
+    /// Where this router listens itself: a worker there would be sent its own requests again and again. Port 0 says nothing.
+    pub own_listeners: Vec<SocketAddr>,
     /// Sent to engines with every question, where they have a key.
     pub authorization: Option<http::HeaderValue>,
 }

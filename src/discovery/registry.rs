@@ -13,6 +13,7 @@ use super::ask::{self, Open};
 use super::attendant::{self, Tools};
 use super::departures::Departures;
 use super::facts::Facts;
+use super::own::is_own;
 use super::source::{Registration, Set, merge};
 use super::status::{Shared, SourceKind};
 use super::{DiscoveryConfig, etcd::EtcdSource, file};
@@ -62,12 +63,17 @@ impl Drop for Entry {
 }
 
 impl Entry {
-    fn discovered(&self, template_arguments: bool) -> DiscoveredWorker {
+    fn discovered(&self, config: &DiscoveryConfig) -> DiscoveredWorker {
         let mut record = self.facts.complete(&self.registration.record);
-        if !template_arguments {
+        if !config.template_arguments {
             record.default_chat_template_kwargs = None;
         }
-        let state = state(&record, &self.address, self.unanswered.as_deref());
+        let state = match &self.address {
+            Ok(address) if is_own(&config.own_listeners, *address) => {
+                WorkerState::Pending(format!("{address} is this router's own listener"))
+            }
+            address => state(&record, address, self.unanswered.as_deref()),
+        };
         DiscoveredWorker { record, address: self.address.as_ref().ok().copied(), state, probed: self.parity }
     }
 }
@@ -244,7 +250,11 @@ impl Registry {
                 match (&entry.address, result) {
                     // A resolver's bad moment does not move a worker.
                     (Ok(_), Err(problem)) => tracing::debug!(worker = %visit.worker_id, "not resolved: {problem}"),
-                    (_, result) => entry.address = result,
+                    (_, result) if result == entry.address => {}
+                    (_, result) => {
+                        entry.address = result.clone();
+                        self.tell_if_own(&visit.worker_id, &result);
+                    }
                 }
             }
             Message::Parity(visit, parity, detail) => {
@@ -275,6 +285,14 @@ impl Registry {
                     }
                 }
             }
+        }
+    }
+
+    fn tell_if_own(&self, worker_id: &str, address: &Result<SocketAddr, String>) {
+        if let Ok(address) = address
+            && is_own(&self.config.own_listeners, *address)
+        {
+            tracing::warn!(worker = worker_id, "{address} is this router's own listener; it is no worker");
         }
     }
 
@@ -341,10 +359,15 @@ impl Registry {
         self.visits += 1;
         let visit = Visit { worker_id: Arc::from(id), number: self.visits };
         let record = registration.record.clone();
-        let open = Open::of(&record, registration.source, self.config.template_arguments);
         let address = match record.endpoint() {
             Ok(url) => url.literal_address().ok_or_else(|| "not resolved yet".to_owned()),
             Err(error) => Err(error.to_string()),
+        };
+        self.tell_if_own(id, &address);
+        let open = match &address {
+            // Its questions would be answered by this router, or by another worker.
+            Ok(address) if is_own(&self.config.own_listeners, *address) => Open::default(),
+            _ => Open::of(&record, registration.source, self.config.template_arguments),
         };
         let attendant = attendant::attend(self.tools.clone(), visit.clone(), record, open);
         let attendant = tokio::spawn(attendant).abort_handle();
@@ -364,8 +387,7 @@ impl Registry {
         if self.sets.is_empty() {
             return;
         }
-        let workers: Vec<_> =
-            self.entries.values().map(|entry| entry.discovered(self.config.template_arguments)).collect();
+        let workers: Vec<_> = self.entries.values().map(|entry| entry.discovered(&self.config)).collect();
         let pending = workers.iter().filter(|worker| matches!(worker.state, WorkerState::Pending(_))).count();
         self.shared.published(workers.len(), pending);
         if self.published.as_ref() != Some(&workers) {

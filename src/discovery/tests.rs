@@ -242,6 +242,23 @@ fn b45_a_worker_is_asked_until_it_answers_and_holds_up_no_other() {
     running.handle.stop();
 }
 
+/// One that differs from the others of its model takes nobody's place, nor does it lose its own.
+#[test]
+fn b45_an_odd_one_out_hides_no_model() {
+    let said = |length: &str| {
+        let body = format!(r#"{{"data":[{{"id":"m","owned_by":"vllm","max_model_len":{length}}}]}}"#);
+        ScriptedEngine::start("127.0.0.1:0", &[("/v1/models", Script::Answer(200, body.leak()))])
+    };
+    let engines = ["40960", "40960", "8192", "\"odd\""].map(said);
+    let workers = engines.iter().map(|engine| static_worker(&engine.url())).collect();
+    let mut running = Running::start(command_line(workers));
+    running.wait("all four", |workers| {
+        let serves = |worker: &DiscoveredWorker| worker.state == WorkerState::Active && worker.record.model_name == "m";
+        workers.len() == 4 && workers.iter().all(serves)
+    });
+    running.handle.stop();
+}
+
 #[test]
 fn engines_say_their_block_size_and_endpoints() {
     let vllm = ScriptedEngine::start(

@@ -172,14 +172,17 @@ impl Registry {
             if worker.state != WorkerState::Active {
                 continue;
             }
-            let pool = models.entry(&worker.record.model_name).or_default();
+            let first = fleet.targets.len() as u32;
+            for name in worker.record.model_names() {
+                let pool = models.entry(name).or_default();
+                let of_role = match worker.record.disagg_mode {
+                    Role::Mixed => &mut pool.mixed,
+                    Role::Prefill => &mut pool.prefill,
+                    Role::Decode => &mut pool.decode,
+                };
+                of_role.extend((first..).take(registration.ranks.len()));
+            }
             for (number, rank) in registration.ranks.iter().enumerate() {
-                let at = fleet.targets.len() as u32;
-                match worker.record.disagg_mode {
-                    Role::Mixed => pool.mixed.push(at),
-                    Role::Prefill => pool.prefill.push(at),
-                    Role::Decode => pool.decode.push(at),
-                }
                 fleet.targets.push(Target {
                     id: rank.target,
                     record_id: rank.record_id,
@@ -284,6 +287,19 @@ mod tests {
         assert_eq!((fleet.workers[0].authority.as_str(), fleet.workers[0].base_path.as_str()), ("a:1", "/base"));
         assert!(matches!(fleet.workers[2].state, WorkerState::Pending(_)));
         assert_eq!(fleet.workers[3].state, WorkerState::Inactive);
+    }
+
+    #[test]
+    fn b45_a_worker_is_in_the_pool_of_each_name_it_serves() {
+        let mut registry = Registry::default();
+        let mut two_names = plain("a:1");
+        two_names["further_model_names"] = serde_json::json!(["n", "o"]);
+        two_names["dp_size"] = 2.into();
+        registry.update([two_names, plain("b:1")].into_iter().map(discovered).collect());
+        let fleet = registry.fleet(|_| None);
+        assert_eq!(fleet.targets.len(), 3);
+        let mixed = |name: &str| fleet.models[name].mixed.clone();
+        assert_eq!((mixed("m"), mixed("n"), mixed("o")), (vec![0, 1, 2], vec![0, 1], vec![0, 1]));
     }
 
     #[test]

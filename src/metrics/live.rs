@@ -90,7 +90,9 @@ fn fleet(scrape: &Scrape, page: &MetricsPage, view: &View) -> Result<(), Error> 
     scrape.gauge("infera_router_active_workers", "Workers that requests may go to.", active)?;
     let mut by_kind: BTreeMap<(&str, &str), i64> = BTreeMap::new();
     for worker in view.fleet.workers.iter().filter(|worker| worker.state == WorkerState::Active) {
-        *by_kind.entry((worker.record.disagg_mode.as_str(), &worker.record.model_name)).or_default() += 1;
+        for name in worker.record.model_names() {
+            *by_kind.entry((worker.record.disagg_mode.as_str(), name)).or_default() += 1;
+        }
     }
     let family =
         scrape.gauges("infera_active_workers", "Routable workers by role and model.", &["disagg_mode", "model"])?;

@@ -10,8 +10,9 @@ use super::protocol::Protocol;
 /// Why a prefill answer cannot be used. The prefill worker is at fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HandoffError {
-    #[error("the prefill answer is not valid JSON: {0}")]
-    Invalid(String),
+    /// Its place alone: the text of the parser quotes the answer, and this goes into the log.
+    #[error("the prefill answer is not the expected JSON at line {line} column {column}")]
+    Invalid { line: usize, column: usize },
     #[error("kv_transfer_params of the prefill answer is not an object")]
     NotAnObject,
     #[error("kv_transfer_params of the prefill answer lacks {0:?}")]
@@ -35,8 +36,8 @@ impl Handoff {
             #[serde(borrow, default)]
             kv_transfer_params: Option<&'a RawValue>,
         }
-        let parsed: Answer<'_> =
-            serde_json::from_slice(answer).map_err(|error| HandoffError::Invalid(error.to_string()))?;
+        let parsed: Answer<'_> = serde_json::from_slice(answer)
+            .map_err(|error| HandoffError::Invalid { line: error.line(), column: error.column() })?;
         let raw = match parsed.kv_transfer_params.map(RawValue::get) {
             None | Some("null" | "{}") => return Ok(None),
             Some(raw) => raw,
@@ -93,6 +94,6 @@ mod tests {
         );
         let half = r#"{"kv_transfer_params":{"transfer_id":"tx-1","remote_engine_id":"e","remote_block_ids":null}}"#;
         check(Protocol::VllmMoriRead, half, Err(HandoffError::Missing("remote_block_ids")));
-        assert!(matches!(Handoff::of(nixl, &Bytes::from_static(b"data: x")), Err(HandoffError::Invalid(_))));
+        assert!(matches!(Handoff::of(nixl, &Bytes::from_static(b"data: x")), Err(HandoffError::Invalid { .. })));
     }
 }

@@ -8,12 +8,13 @@ use infera_shards::{Request, Responder};
 use tracing::debug;
 
 use super::direct::Named;
-use super::exchange::{Route, named_model};
+use super::exchange::{Route, back_off, named_model};
 use super::held::Held;
 use super::legs::{self, Attempt, Ending, Job};
 use super::metrics::Outcome;
 use super::pair::{PairWish, PickedPair, Tried, pick_pair};
 use super::service::RouterService;
+use super::silence::Watched;
 use crate::api::{ApiError, Endpoint};
 use crate::fleet::Fleet;
 use crate::limits;
@@ -48,11 +49,11 @@ pub(super) fn both_pools<'a>(fleet: &'a Fleet, model: &str) -> Cow<'a, [u32]> {
 
 pub(super) async fn serve(
     service: &RouterService,
-    endpoint: PdEndpoint,
-    route: Route,
+    (endpoint, route): (PdEndpoint, Route),
     request: Request,
     outline: Option<Outline>,
     responder: &mut Responder,
+    watched: &Watched<'_>,
 ) -> Result<Outcome, ApiError> {
     let received = request.received;
     let (members, pins, sequences) = legs_facts(endpoint, &request, outline)?;
@@ -60,12 +61,15 @@ pub(super) async fn serve(
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
-        let Some(pair) = next_pair(service, &route, endpoint, pins, sequences, &tried)? else {
-            if let Some(held) = held {
-                held.count_stranded(service);
+        let pair = match next_pair(service, &route, endpoint, pins, sequences, &tried) {
+            Ok(Some(pair)) => pair,
+            none => {
+                if let Some(held) = held {
+                    held.count_stranded(service);
+                }
+                let reason = "every pair of the model left during the request".to_owned();
+                return Err(none.err().unwrap_or(ApiError::NoWorker { reason }));
             }
-            let reason = "every pair of the model left during the request".to_owned();
-            return Err(ApiError::NoWorker { reason });
         };
         let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());
         let retries_left = (tried.attempts() as u32) < service.shared.settings.retries_max
@@ -77,7 +81,8 @@ pub(super) async fn serve(
             room = ids.room(),
             "pair"
         );
-        let mut attempt = Attempt { service, pair, ids, retries_left };
+        watched.asks_pair(&pair.prefill.handles, &pair.decode.handles, ids.room());
+        let mut attempt = Attempt { service, pair, ids, retries_left, watched };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }
@@ -88,6 +93,10 @@ pub(super) async fn serve(
                 service.may_spend_a_retry();
                 tried.add(role, worker);
                 held = left;
+                // KV that waits is freed first: nobody would own it if the client left meanwhile.
+                if held.is_none() {
+                    back_off(tried.attempts()).await;
+                }
             }
         }
     }

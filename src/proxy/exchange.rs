@@ -19,6 +19,7 @@ use super::prompts::{self, Prompts, Unfinished};
 use super::reading::Reading;
 use super::relay::{StreamObserver, as_it_came, count, is_stream};
 use super::service::{RouterService, answer};
+use super::silence::Watched;
 use super::stages::Stage;
 use super::steering::SessionName;
 use super::verdict::Standing;
@@ -71,12 +72,15 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
         record.outcome = Box::pin(refuse(ApiError::too_many(cap), responder)).await;
         return;
     }
-    record.outcome = match Box::pin(attempts(service, endpoint, request)).await {
-        Ok(Served::ByOne(picked, response)) => relay(service, &picked, response, responder, received).await,
+    let watched = Watched::new(&service.streams);
+    record.outcome = match Box::pin(attempts(service, endpoint, request, &watched)).await {
+        Ok(Served::ByOne(picked, response)) => relay(service, &picked, response, responder, (received, &watched)).await,
         Ok(Served::ByAPair(paired)) => {
             let Paired { endpoint, route, request, outline } = *paired;
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, endpoint, route, request, outline, responder)).await {
+            match Box::pin(disaggregated::serve(service, (endpoint, route), request, outline, responder, &watched))
+                .await
+            {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(error, responder)).await,
             }
@@ -152,12 +156,20 @@ struct Begun {
 }
 
 /// In one go, because the prompt's text lies in the request's body until it is hashed.
-fn begin(service: &RouterService, endpoint: Endpoint, request: &Request) -> Result<Begun, ApiError> {
+fn begin(
+    service: &RouterService,
+    endpoint: Endpoint,
+    request: &Request,
+    watched: &Watched<'_>,
+) -> Result<Begun, ApiError> {
     let started = Instant::now();
     let reading = Reading::of(service, &endpoint, request);
     service.took(Stage::Parse, started.elapsed());
     let mut reading = reading?;
     access::note(|line| line.model = access::clipped(reading.model.as_bytes()));
+    if reading.is_stream {
+        watched.begin(&endpoint, request);
+    }
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let view = service.view();
@@ -190,8 +202,13 @@ pub(super) fn pool_for_prompt<'a>(
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
 /// gone with this future: there is no replay once the answer goes to the client.
-async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request) -> Result<Served, ApiError> {
-    let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request)?;
+async fn attempts(
+    service: &RouterService,
+    endpoint: Endpoint,
+    request: Request,
+    watched: &Watched<'_>,
+) -> Result<Served, ApiError> {
+    let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request, watched)?;
     if let Some(unfinished) = unfinished {
         // Boxed: the timer inside is large, and most prompts never come here.
         Box::pin(prompts::finish(service, &mut route.prompts, &request.body, unfinished)).await;
@@ -212,15 +229,19 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
                 });
             }
         };
+        watched.asks(&picked.handles);
         match send(service, &request, &picked).await {
             Ok(response) => {
                 if let Some(took) = response.connect_time() {
                     service.took(Stage::Connect, took);
                 }
-                let standing = Standing::of(&response);
+                let standing = Standing::of(&response, &shared.settings.outbound);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
-                    return Ok(Served::ByOne(picked, response));
+                    return match standing {
+                        Standing::KeyRefused => Err(ApiError::key_refused(&picked.worker.id)),
+                        _ => Ok(Served::ByOne(picked, response)),
+                    };
                 }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 shared.retried("status");
@@ -243,10 +264,15 @@ async fn attempts(service: &RouterService, endpoint: Endpoint, request: Request)
 
 /// The first retry goes out at once: another worker knows nothing of this one's trouble. Further ones wait a random
 /// while, so that a failing fleet is not asked by everybody in step.
-async fn back_off(failed_attempts: usize) {
-    let Some(doublings) = failed_attempts.checked_sub(2) else { return };
-    let most_ms = limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX);
-    time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+pub(super) async fn back_off(failed_attempts: usize) {
+    if let Some(most_ms) = longest_delay_ms(failed_attempts) {
+        time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+    }
+}
+
+fn longest_delay_ms(failed_attempts: usize) -> Option<u64> {
+    let doublings = failed_attempts.checked_sub(2)?;
+    Some(limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX))
 }
 
 /// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
@@ -336,7 +362,7 @@ async fn relay(
     picked: &Picked,
     response: UpstreamResponse,
     responder: &mut Responder,
-    received: Instant,
+    (received, watched): (Instant, &Watched<'_>),
 ) -> Outcome {
     let shared = &service.shared;
     let status = response.status;
@@ -345,7 +371,7 @@ async fn relay(
         picked.served();
     }
     let is_stream = is_stream(&response) && status.is_success();
-    let mut observer = StreamObserver::of_a_worker(is_stream);
+    let mut observer = StreamObserver::of_a_worker(is_stream, watched);
     let relayed = responder.relay(response, as_it_came(is_stream, &mut observer)).await;
     if let Some(first_byte) = observer.answer.first_byte() {
         service.took(Stage::FirstByte, first_byte.duration_since(picked.at));
@@ -389,5 +415,16 @@ fn worker_error(picked: &Picked, error: &UpstreamError) -> ApiError {
             ApiError::WorkerTimeout { reason }
         }
         _ => ApiError::WorkerFailed { reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::longest_delay_ms;
+
+    #[test]
+    fn the_second_retry_and_further_ones_wait_for_a_doubling_while_with_a_cap() {
+        assert_eq!([0, 1].map(longest_delay_ms), [None, None]);
+        assert_eq!([2, 3, 4, 7, 8, 1_000].map(longest_delay_ms), [25, 50, 100, 800, 800, 800].map(Some));
     }
 }

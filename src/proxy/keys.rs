@@ -117,6 +117,11 @@ impl OutboundHeaders {
         &self.remove_of_leg[..self.remove_of_leg.len() - kept]
     }
 
+    /// Whether workers are shown a key of this router's own.
+    pub(super) fn has_worker_key(&self) -> bool {
+        !self.set.is_empty()
+    }
+
     /// What a call of the router's own carries.
     pub(super) fn own(&self) -> &[(HeaderName, HeaderValue)] {
         &self.set

@@ -20,6 +20,7 @@ use super::pick::Picked;
 use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
+use super::silence::Watched;
 use super::stages::Stage;
 use super::verdict::Standing;
 use crate::api::ApiError;
@@ -51,6 +52,8 @@ pub(super) struct LegFailure {
     role: Role,
     worker: Name,
     reason: String,
+    /// What the worker said, for the client alone: it may quote the prompt or a key.
+    said: String,
     phase: &'static str,
     is_timeout: bool,
     blame: Blame,
@@ -69,11 +72,26 @@ impl LegFailure {
             UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout
         );
         let (reason, phase) = (error.to_string(), error.phase());
-        Self { role, worker: worker.clone(), reason, phase, is_timeout, blame: Blame::Transport(error) }
+        Self {
+            role,
+            worker: worker.clone(),
+            reason,
+            said: String::new(),
+            phase,
+            is_timeout,
+            blame: Blame::Transport(error),
+        }
+    }
+
+    fn key_refused(role: Role, worker: &Name) -> Self {
+        let reason = "it does not accept this router's key".to_owned();
+        let blame = Blame::Answer(Standing::KeyRefused);
+        Self { role, worker: worker.clone(), reason, said: String::new(), phase: "key", is_timeout: false, blame }
     }
 
     fn into_error(self) -> ApiError {
-        let reason = format!("{} worker {} failed ({}): {}", self.role.as_str(), self.worker, self.phase, self.reason);
+        let Self { worker, phase, reason, said, .. } = &self;
+        let reason = format!("{} worker {worker} failed ({phase}): {reason}{said}", self.role.as_str());
         if self.is_timeout { ApiError::WorkerTimeout { reason } } else { ApiError::WorkerFailed { reason } }
     }
 }
@@ -95,6 +113,7 @@ pub(super) struct Attempt<'a> {
     pub pair: PickedPair,
     pub ids: AttemptIds,
     pub retries_left: bool,
+    pub watched: &'a Watched<'a>,
 }
 
 /// Runs one attempt. `job` is taken once nothing can be tried again, so that a long answer does not hold the prompt.
@@ -193,12 +212,26 @@ impl Attempt<'_> {
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
 
-    fn answering(&self, received: Instant, guard: Option<&PairGuard>) -> Answering {
+    /// Prefill has answered with a 4xx: the client's mistake goes to the client, a full worker's work to another pair.
+    async fn refused(&self, refusal: UpstreamResponse, responder: &mut Responder) -> Ending {
+        let shared = &self.service.shared;
+        let standing = Standing::of(&refusal, &shared.settings.outbound);
+        shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
+        self.pair.prefill.answered(shared, standing);
+        if standing.is_worth_a_retry() && self.may_retry(Role::Prefill) {
+            shared.metrics.retried("status");
+            return Ending::Retry { role: Role::Prefill, worker: self.pair.prefill.worker.id.clone(), held: None };
+        }
+        Ending::Answered(relay_refusal(refusal, responder).await)
+    }
+
+    fn answering(&self, received: Instant, guard: Option<&PairGuard>) -> Answering<'_> {
         Answering {
             prefill: self.pair.prefill.handles.clone(),
             decode: self.pair.decode.handles.clone(),
             decode_worker: self.pair.decode.worker.id.clone(),
             received,
+            watched: self.watched,
             is_complete: guard.map(PairGuard::is_complete).unwrap_or_default(),
         }
     }
@@ -230,12 +263,16 @@ async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFutu
 fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
     async move {
         let sent = call.send().await;
+        let standing = sent.as_ref().ok().map(|response| Standing::of(response, &call.shared.settings.outbound));
         let worker = call.worker.clone();
         drop(call);
         let end = match sent {
             Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker.id, error)),
+            Ok(_) if standing == Some(Standing::KeyRefused) => {
+                PrefillEnd::Failed(LegFailure::key_refused(Role::Prefill, &worker.id))
+            }
             Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
-            Ok(response) => read_to_its_end(&worker.id, response).await,
+            Ok(response) => read_to_its_end(&worker.id, response, standing.unwrap_or(Standing::Fault)).await,
         };
         if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
             booking.note_complete();
@@ -245,22 +282,23 @@ fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Ou
     }
 }
 
-async fn read_to_its_end(worker: &Name, response: UpstreamResponse) -> PrefillEnd {
+async fn read_to_its_end(worker: &Name, response: UpstreamResponse, standing: Standing) -> PrefillEnd {
     if response.status.is_success() {
         return match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
             Ok(body) => PrefillEnd::Done(body),
             Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, worker, error)),
         };
     }
-    let (status, blame) = (response.status, Blame::Answer(Standing::of(&response)));
+    let status = response.status;
     let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
     PrefillEnd::Failed(LegFailure {
         role: Role::Prefill,
         worker: worker.clone(),
-        reason: format!("status {}: {}", status.as_u16(), String::from_utf8_lossy(&body)),
+        reason: format!("status {}", status.as_u16()),
+        said: format!(": {}", String::from_utf8_lossy(&body)),
         phase: "status",
         is_timeout: false,
-        blame,
+        blame: Blame::Answer(standing),
     })
 }
 
@@ -291,8 +329,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
             Event::Prefill(PrefillEnd::Refused(refusal)) => {
                 prefill.disarm();
                 drop(decode);
-                attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
-                return Ending::Answered(relay_refusal(refusal, responder).await);
+                return attempt.refused(refusal, responder).await;
             }
             Event::Prefill(PrefillEnd::Failed(failure)) => {
                 prefill.disarm();
@@ -351,11 +388,16 @@ async fn decode_failed(
 ) -> Ending {
     let worker = &attempt.pair.decode.worker.id;
     let may_retry = attempt.may_retry(Role::Decode);
-    if let Ok(response) = &outcome {
-        attempt.pair.decode.answered(&attempt.service.shared, Standing::of(response));
+    let shared = &attempt.service.shared;
+    let standing = outcome.as_ref().ok().map(|response| Standing::of(response, &shared.settings.outbound));
+    if standing == Some(Standing::KeyRefused) {
+        return attempt.failed(LegFailure::key_refused(Role::Decode, worker), held);
+    }
+    if let Some(standing) = standing {
+        attempt.pair.decode.answered(shared, standing);
     }
     match outcome {
-        Ok(response) if response.status.is_server_error() && may_retry => {
+        Ok(response) if may_retry && standing.is_some_and(Standing::is_worth_a_retry) => {
             debug!(worker = &**worker, status = response.status.as_u16(), "retrying on another pair");
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
             attempt.service.shared.retried("status");
@@ -398,8 +440,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         }
         PrefillEnd::Refused(refusal) => {
             prefill.disarm();
-            attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
-            return Ending::Answered(relay_refusal(refusal, responder).await);
+            return attempt.refused(refusal, responder).await;
         }
         PrefillEnd::Failed(failure) => {
             prefill.disarm();
@@ -414,8 +455,15 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
             let worker = attempt.pair.prefill.worker.id.clone();
             let reason = error.to_string();
             let blame = Blame::Answer(Standing::Fault);
-            let failure =
-                LegFailure { role: Role::Prefill, worker, reason, phase: "handoff", is_timeout: false, blame };
+            let failure = LegFailure {
+                role: Role::Prefill,
+                worker,
+                reason,
+                said: String::new(),
+                phase: "handoff",
+                is_timeout: false,
+                blame,
+            };
             return attempt.failed(failure, None);
         }
     };

@@ -10,10 +10,11 @@ use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
 };
 
+use super::silence::SilentPhase;
 use super::stages::Stages;
 use crate::load::TargetId;
 use crate::prompt::NoBlocks;
-use crate::worker::Role;
+use crate::worker::{Name, Role};
 
 /// How a request ended, as the `outcome` label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -140,6 +141,7 @@ pub struct RequestMetrics {
     retries_total: IntCounterVec,
     retries_refused_total: IntCounter,
     refused_keys_total: IntCounter,
+    silent_streams_total: [IntCounter; SilentPhase::ALL.len()],
     prompt_failures_total: IntCounterVec,
     prompt_seconds: Histogram,
     pub stages: Stages,
@@ -171,6 +173,8 @@ type TargetNumber = fn(&mut TargetTotals) -> &mut u64;
 
 /// Handles of one target, held by a shard.
 pub struct TargetMetrics {
+    /// Names the target in reports.
+    pub route_key: Name,
     pub picks: IntCounter,
     pub blocks_hit: IntCounter,
     pub blocks: IntCounter,
@@ -215,6 +219,11 @@ impl RequestMetrics {
         )?;
         let blocks =
             make.counters("infera_prefix_cache_blocks_total", "Full blocks of the routed prompts.", &["role"])?;
+        let silent_streams = make.counters(
+            "infera_router_silent_streams_total",
+            "Streams reported as silent for too long, by phase.",
+            &["phase"],
+        )?;
         let prompt_seconds = Histogram::with_opts(
             HistogramOpts::new("infera_router_prompt_seconds", "Seconds spent on turning a body into block hashes.")
                 .buckets(PROMPT_BUCKETS_SECONDS.to_vec()),
@@ -276,6 +285,7 @@ impl RequestMetrics {
                 "infera_router_retries_refused_total",
                 "Failures passed on to the client because the retry budget was spent.",
             )?,
+            silent_streams_total: SilentPhase::ALL.map(|phase| silent_streams.with_label_values(&[phase.as_str()])),
             prompt_failures_total: make.counters(
                 "infera_router_prompt_failures_total",
                 "Requests routed by load alone because their prompt gave no blocks.",
@@ -379,6 +389,10 @@ impl RequestMetrics {
         self.refused_keys_total.inc();
     }
 
+    pub fn stream_was_silent(&self, phase: SilentPhase) {
+        self.silent_streams_total[phase as usize].inc();
+    }
+
     /// Requests being served now.
     pub fn inflight(&self) -> u64 {
         self.inflight.iter().map(|gauge| gauge.get().max(0) as u64).sum()
@@ -400,9 +414,10 @@ impl RequestMetrics {
         counter.get() == 1
     }
 
-    fn target(&self, model: &str, worker: &str, route_key: &str, role: Role) -> TargetMetrics {
+    fn target(&self, model: &str, worker: &str, route_key: &Name, role: Role) -> TargetMetrics {
         let router = RouterLabel::of(role).as_str();
         TargetMetrics {
+            route_key: route_key.clone(),
             picks: self.picks_total.with_label_values(&[role.as_str(), route_key]),
             blocks_hit: self.target_blocks_hit_total.with_label_values(&[role.as_str(), route_key]),
             blocks: self.target_blocks_total.with_label_values(&[role.as_str(), route_key]),

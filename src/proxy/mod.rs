@@ -27,6 +27,7 @@ mod reading;
 mod relay;
 mod service;
 mod shared;
+mod silence;
 mod stages;
 mod steering;
 mod verdict;
@@ -39,5 +40,6 @@ pub use shared::{
     ControlAsk, ControlPlane, DisaggregationSettings, InflightCaps, Lifecycle, PrefillRelease, RouterMode, Settings,
     Shared,
 };
+pub use silence::SilenceLimits;
 pub use stages::Stage;
 pub use steering::{Steering, SteeringSettings};

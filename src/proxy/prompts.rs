@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use infera_shards::time::timeout;
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::service::RouterService;
 use super::shared::Shared;
@@ -436,8 +436,10 @@ fn report(shared: &Shared, failure: &NoBlocks) {
     // Without a tokenizer every prompt fails alike; that was said once at start.
     let first = shared.metrics.prompt_failed(failure);
     if first && !matches!(failure, NoBlocks::NoTokenizer) {
-        warn!(reason = failure.reason(), detail = %failure, "a prompt was routed by load alone; further ones are only counted");
+        warn!(reason = failure.reason(), "a prompt was routed by load alone; further ones are only counted");
     }
+    // A template may quote the prompt that it refuses: texts are shown where they are asked for and nowhere else.
+    debug!(target: "infera_router::parity", detail = %failure, "a prompt was routed by load alone");
 }
 
 #[cfg(test)]

@@ -15,6 +15,8 @@ use crate::route::{BodyFacts, FactsScan, Policy};
 pub(super) struct Reading<'a> {
     /// Empty for none.
     pub model: String,
+    /// A stream is asked for.
+    pub is_stream: bool,
     pub samples: u32,
     pub facts: BodyFacts,
     /// Absent for a body that is not JSON, on paths where that is the worker's to refuse.
@@ -30,7 +32,8 @@ impl<'a> Reading<'a> {
         if *endpoint == Endpoint::Forward {
             let outline = Outline::read(body).ok();
             let model = forwarded_model(request, outline.as_ref());
-            return Ok(Self { model, samples: 1, facts: BodyFacts::default(), outline, prompt: None });
+            let is_stream = outline.as_ref().is_some_and(|outline| RoutingFields::of(outline).stream);
+            return Ok(Self { model, is_stream, samples: 1, facts: BodyFacts::default(), outline, prompt: None });
         }
         let is_kv_aware = service.shared.settings.policy == Policy::KvAware;
         let is_short = body.len() <= limits::SHARD_PROMPT_BODY_BYTES;
@@ -57,10 +60,11 @@ impl<'a> Reading<'a> {
 
     fn with(endpoint: &Endpoint, outline: Outline, facts: BodyFacts, prompt: Option<PromptBody<'a>>) -> Self {
         let fields = RoutingFields::of(&outline);
+        let is_stream = fields.stream;
         let model = fields.model.map(|model| model.into_owned()).unwrap_or_default();
         // A Responses request has one sample: `n` means nothing there.
         let samples = if *endpoint == Endpoint::Responses { 1 } else { fields.samples.count() };
-        Self { model, samples, facts, outline: Some(outline), prompt }
+        Self { model, is_stream, samples, facts, outline: Some(outline), prompt }
     }
 }
 

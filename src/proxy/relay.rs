@@ -16,6 +16,7 @@ use super::access::{self, Ended, Tally};
 use super::metrics::Outcome;
 use super::observe::AnswerObserver;
 use super::service::{Handles, answer};
+use super::silence::Watched;
 use crate::api::{self, ApiError};
 use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
@@ -39,11 +40,12 @@ pub(super) fn as_it_came(is_stream: bool, observer: &mut dyn BodyObserver) -> Re
 }
 
 /// Who answers, and whose figures the answer belongs to.
-pub(super) struct Answering {
+pub(super) struct Answering<'a> {
     pub prefill: Handles,
     pub decode: Handles,
     pub decode_worker: Name,
     pub received: Instant,
+    pub watched: &'a Watched<'a>,
     /// Set as soon as the answer is known to be whole, also when the client leaves right behind it.
     pub is_complete: Rc<Cell<bool>>,
 }
@@ -58,8 +60,9 @@ pub(super) struct Answer {
 }
 
 /// Watches an answer: what it carries, and for a stream what its events say about its end.
-pub(super) struct StreamObserver {
+pub(super) struct StreamObserver<'a> {
     pub answer: AnswerObserver,
+    watched: &'a Watched<'a>,
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
     /// Set at a stream's terminator; then the stream is whole only with one.
@@ -68,17 +71,18 @@ pub(super) struct StreamObserver {
     tally: Option<Tally>,
 }
 
-impl StreamObserver {
+impl<'a> StreamObserver<'a> {
     /// Of one worker's answer. Endpoints differ in how a stream ends, so any stream that has said something is whole once
     /// its body is; one without a single data line has said nothing.
-    pub fn of_a_worker(is_stream: bool) -> Self {
+    pub fn of_a_worker(is_stream: bool, watched: &'a Watched<'a>) -> Self {
         let (completion, tally) = (is_stream.then(Completion::default), Tally::of_current());
-        Self { answer: AnswerObserver::new(), completion, is_complete: None, tally }
+        Self { answer: AnswerObserver::new(), watched, completion, is_complete: None, tally }
     }
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
-    fn of_decode(is_stream: bool, is_complete: Rc<Cell<bool>>) -> Self {
-        Self { is_complete: Some(is_complete), ..Self::of_a_worker(is_stream) }
+    fn of_decode(is_stream: bool, answering: &Answering<'a>) -> Self {
+        let is_complete = Some(answering.is_complete.clone());
+        Self { is_complete, ..Self::of_a_worker(is_stream, answering.watched) }
     }
 
     /// An error that came inside the stream.
@@ -87,8 +91,9 @@ impl StreamObserver {
     }
 }
 
-impl BodyObserver for StreamObserver {
+impl BodyObserver for StreamObserver<'_> {
     fn data(&mut self, payload: &[u8]) {
+        self.watched.came();
         self.answer.data(payload);
         if let Some(tally) = &self.tally {
             tally.passed_on(payload.len());
@@ -100,6 +105,10 @@ impl BodyObserver for StreamObserver {
         {
             is_complete.set(true);
         }
+    }
+
+    fn passed_on(&mut self) {
+        self.watched.passed_on();
     }
 
     fn is_whole(&self) -> bool {
@@ -116,14 +125,14 @@ impl BodyObserver for StreamObserver {
 pub(super) async fn relay_decode(
     response: UpstreamResponse,
     responder: &mut Responder,
-    answering: Answering,
+    answering: Answering<'_>,
     mut beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
     access::note(|line| line.status = Some(status));
     let is_stream = is_stream(&response);
     let worker = &answering.decode_worker;
-    let mut observer = StreamObserver::of_decode(is_stream, answering.is_complete.clone());
+    let mut observer = StreamObserver::of_decode(is_stream, &answering);
     let outcome = {
         let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
         poll_fn(|context| {

@@ -20,6 +20,7 @@ use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
+use super::silence::Streams;
 use super::stages::Stage;
 use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
@@ -66,6 +67,7 @@ pub struct RouterService {
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
     pub(super) retry_budget: RetryBudget,
+    pub(super) streams: Rc<Streams>,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
     access: Option<AccessSink>,
@@ -91,6 +93,7 @@ impl RouterService {
             retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
             access: shared.access.clone().map(|queues| AccessSink { queues, shard: context.shard }),
+            streams: Streams::start(shared.clone()),
             shared,
             context,
         }

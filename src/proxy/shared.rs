@@ -10,6 +10,7 @@ use infera_shards::{Completion, Response};
 use super::access::{self, AccessQueues};
 use super::keys::{ClientKeys, OutboundHeaders};
 use super::metrics::RequestMetrics;
+use super::silence::SilenceLimits;
 use super::stages::Stage;
 use super::steering::Steering;
 use crate::breaker::BreakerSettings;
@@ -36,6 +37,7 @@ pub struct Settings {
     pub retry_budget_percent: f64,
     pub breaker: BreakerSettings,
     pub caps: InflightCaps,
+    pub silence: SilenceLimits,
     pub client_keys: ClientKeys,
     pub outbound: OutboundHeaders,
     pub disaggregation: DisaggregationSettings,

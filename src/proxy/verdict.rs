@@ -9,6 +9,7 @@ use http::StatusCode;
 use infera_shards::{UpstreamError, UpstreamErrorKind, UpstreamResponse};
 use tracing::{info, warn};
 
+use super::keys::OutboundHeaders;
 use super::pick::Picked;
 use super::shared::Shared;
 use crate::breaker::Change;
@@ -20,6 +21,9 @@ pub(super) enum Standing {
     Fine,
     /// The client's own mistake: says nothing about the worker.
     Refused,
+    /// The worker does not take this router's key. Its words are not for the client, whose key that is not: they may
+    /// quote it. No fault: a path that wants another key must not open a worker for all others.
+    KeyRefused,
     /// The worker is alive and wants to be left alone for a while, if it said for how long.
     Overloaded(Option<Duration>),
     Fault,
@@ -27,7 +31,7 @@ pub(super) enum Standing {
 
 impl Standing {
     /// A 429 is no fault, nor is a 503 that says when to come back; all other 5xx are.
-    pub fn of(response: &UpstreamResponse) -> Self {
+    pub fn of(response: &UpstreamResponse, outbound: &OutboundHeaders) -> Self {
         let retry_after = || response.head.get("retry-after").and_then(retry_after);
         match response.status {
             StatusCode::TOO_MANY_REQUESTS => Standing::Overloaded(retry_after()),
@@ -35,6 +39,7 @@ impl Standing {
                 Some(delay) => Standing::Overloaded(Some(delay)),
                 None => Standing::Fault,
             },
+            StatusCode::UNAUTHORIZED if outbound.has_worker_key() => Standing::KeyRefused,
             status if status.is_server_error() => Standing::Fault,
             status if status.is_client_error() => Standing::Refused,
             _ => Standing::Fine,
@@ -43,7 +48,7 @@ impl Standing {
 
     /// Whether another worker may do better.
     pub fn is_worth_a_retry(self) -> bool {
-        matches!(self, Standing::Overloaded(_) | Standing::Fault)
+        matches!(self, Standing::Overloaded(_) | Standing::KeyRefused | Standing::Fault)
     }
 }
 
@@ -93,6 +98,11 @@ impl Picked {
         match standing {
             Standing::Fine | Standing::Refused => {}
             Standing::Fault => self.failed(shared),
+            Standing::KeyRefused => {
+                warn!(worker = &*self.worker.id, "a worker does not accept this router's key (--worker-api-key-file)");
+                self.free_session();
+                drop(self.probe.take());
+            }
             Standing::Overloaded(delay) => {
                 self.free_session();
                 drop(self.probe.take());

@@ -41,7 +41,7 @@ pub fn topology<'a>(fleet: &'a Fleet, model: &str) -> Result<Topology<'a>, Topol
 
 /// A worker whose model is not known yet makes nothing routable by itself: it may be anybody's.
 fn absent(fleet: &Fleet, model: &str) -> TopologyError {
-    if fleet.workers.iter().any(|worker| worker.record.model_name == model && !model.is_empty()) {
+    if fleet.workers.iter().any(|worker| worker.record.model_names().any(|name| name == model)) {
         TopologyError::NoneRoutable
     } else if fleet.models.is_empty() {
         TopologyError::NoWorkers

@@ -64,6 +64,7 @@ impl WorkerRecord {
                 *target = text;
             }
         }
+        record.further_model_names = further_model_names(members, &mut notes);
         if let Some(role) = text(members, "disagg_mode")? {
             record.disagg_mode = role.parse().map_err(|()| {
                 RecordError::Value("disagg_mode", format!("`{role}` is not one of mixed, prefill, decode"))
@@ -160,6 +161,25 @@ fn events_endpoint(
             Ok(None)
         }
     }
+}
+
+/// Names that cannot be used cost only themselves.
+fn further_model_names(members: &mut Map<String, Value>, notes: &mut Vec<String>) -> Vec<String> {
+    const NAME: &str = "further_model_names";
+    let names = match members.shift_remove(NAME) {
+        None | Some(Value::Null) => return Vec::new(),
+        Some(Value::Array(names)) => names,
+        Some(other) => {
+            notes.push(format!("`{NAME}` ignored: it is {}, expected an array", kind(&other)));
+            return Vec::new();
+        }
+    };
+    let usable = |name: &Value| name.as_str().filter(|name| !name.is_empty()).map(str::to_owned);
+    let kept: Vec<String> = names.iter().filter_map(usable).take(limits::FURTHER_MODEL_NAMES_MAX).collect();
+    if kept.len() < names.len() {
+        notes.push(format!("`{NAME}`: {} of {} names ignored", names.len() - kept.len(), names.len()));
+    }
+    kept
 }
 
 /// Arguments that cannot be used cost a template variant, not the worker.

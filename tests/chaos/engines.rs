@@ -1,16 +1,20 @@
 //! An engine whose answers can be checked, and which breaks in every way that a connection can break in. A request's
 //! prompt is `<words> <id>`; its answer is the id and that many numbered words.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 #[derive(Default)]
 struct State {
     is_faulty: AtomicBool,
     is_over: AtomicBool,
+    /// Nobody listens, and whoever was connected is no more.
+    is_dead: AtomicBool,
+    streams: Mutex<HashMap<usize, TcpStream>>,
     connections: AtomicI64,
     served: AtomicU64,
 }
@@ -67,25 +71,23 @@ impl Engine {
         let address = listener.local_addr().expect("an address");
         let state = Arc::new(State::default());
         let accepting = state.clone();
-        std::thread::spawn(move || {
-            for (number, stream) in listener.incoming().map_while(Result::ok).enumerate() {
-                if accepting.is_over.load(Ordering::SeqCst) {
-                    return;
-                }
-                let (state, random) = (accepting.clone(), fastrand::Rng::with_seed(seed ^ (number as u64) << 20));
-                state.connections.fetch_add(1, Ordering::SeqCst);
-                std::thread::spawn(move || {
-                    // An error of the connection is the router's leaving, or this engine's own fault.
-                    let _ = converse(stream, &state, random);
-                    state.connections.fetch_sub(1, Ordering::SeqCst);
-                });
-            }
-        });
+        std::thread::spawn(move || accept(listener, &accepting, seed));
         Self { address, state }
     }
 
     pub fn set_faulty(&self, faulty: bool) {
         self.state.is_faulty.store(faulty, Ordering::SeqCst);
+    }
+
+    /// Dies as a process does, with all its connections, or comes back on the same port.
+    pub fn set_dead(&self, dead: bool) {
+        if self.state.is_dead.swap(dead, Ordering::SeqCst) != dead && dead {
+            // Wakes the accepting thread.
+            let _ = TcpStream::connect(self.address);
+            for stream in self.state.streams.lock().expect("streams").values() {
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+        }
     }
 
     pub fn connections(&self) -> i64 {
@@ -98,6 +100,42 @@ impl Drop for Engine {
         self.state.is_over.store(true, Ordering::SeqCst);
         // Wakes the accepting thread.
         let _ = TcpStream::connect(self.address);
+    }
+}
+
+fn accept(mut listener: TcpListener, state: &Arc<State>, seed: u64) {
+    let address = listener.local_addr().expect("an address");
+    for number in 0_usize.. {
+        let accepted = listener.accept();
+        if state.is_over.load(Ordering::SeqCst) {
+            return;
+        }
+        if state.is_dead.load(Ordering::SeqCst) {
+            drop((accepted, listener));
+            listener = loop {
+                std::thread::sleep(Duration::from_millis(5));
+                if state.is_over.load(Ordering::SeqCst) {
+                    return;
+                }
+                // The port may be somebody's for a moment.
+                match TcpListener::bind(address) {
+                    Ok(bound) if !state.is_dead.load(Ordering::SeqCst) => break bound,
+                    _ => {}
+                }
+            };
+            continue;
+        }
+        let Ok((stream, _)) = accepted else { return };
+        let kept = stream.try_clone().expect("a descriptor");
+        state.streams.lock().expect("streams").insert(number, kept);
+        let (state, random) = (state.clone(), fastrand::Rng::with_seed(seed ^ (number as u64) << 20));
+        state.connections.fetch_add(1, Ordering::SeqCst);
+        std::thread::spawn(move || {
+            // An error of the connection is the router's leaving, or this engine's own fault.
+            let _ = converse(stream, &state, random);
+            drop(state.streams.lock().expect("streams").remove(&number));
+            state.connections.fetch_sub(1, Ordering::SeqCst);
+        });
     }
 }
 

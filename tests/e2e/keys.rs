@@ -96,6 +96,37 @@ fn b57_a_redirect_of_a_worker_is_the_clients_to_follow() {
     assert_eq!(elsewhere.requests(), 0);
 }
 
+/// A worker that does not take the router's key may quote it: its words go nowhere.
+#[test]
+fn b57_a_worker_that_quotes_the_routers_key_is_not_relayed() {
+    let worker_key = file("tok-worker\n");
+    let quoting = worker(|seen, conversation| {
+        let key = seen.header("authorization").unwrap_or_default();
+        conversation.json(401, &format!("{{\"error\":{{\"message\":\"bad key {key}\"}}}}"))
+    });
+    let start = || router().round_robin().worker(quoting.address);
+    let ask = |router: &crate::support::router::Router| {
+        exchange(router.address, "POST", "/v1/completions", "Authorization: Bearer tok-user\r\n", BODY)
+    };
+    let with_key = start().args(&["--worker-api-key-file", worker_key.path().to_str().unwrap()]).ready();
+    let answer = ask(&with_key);
+    assert_eq!((answer.status, answer.json()["error"]["code"].as_str()), (502, Some("worker_failed")));
+    let log = with_key.logged(&["does not accept this router's key"]);
+    for shown in [answer.text(), log, with_key.log_lines().join("\n"), with_key.get("/metrics").text()] {
+        assert!(!shown.contains("tok-"), "{shown}");
+    }
+    assert_eq!(with_key.metric_sum("infera_router_worker_breaker_trips_total"), 0.0);
+    // Another worker may take it.
+    let fine = worker(|_, conversation| conversation.json(200, "{}"));
+    let key = ["--worker-api-key-file", worker_key.path().to_str().unwrap()];
+    let two = start().worker(fine.address).args(&key).ready();
+    assert!((0..4).all(|_| ask(&two).status == 200));
+    // Without a key of the router's the client's own was refused, which is the client's to read.
+    let without = start().ready();
+    let answer = ask(&without);
+    assert_eq!((answer.status, answer.text().contains("bad key Bearer tok-user")), (401, true));
+}
+
 #[test]
 fn key_files_that_cannot_be_meant_are_refused_at_start() {
     let (empty, odd) = (file("# none yet\n\n"), file("a\nb\n"));

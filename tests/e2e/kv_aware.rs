@@ -249,6 +249,22 @@ fn b29_trouble_with_a_prompt_is_never_an_error_of_the_router() {
     router.wait_for_rest();
 }
 
+/// A template may quote the conversation that it refuses; the log says only that one was refused.
+#[test]
+fn b29_what_a_template_says_of_a_prompt_is_not_logged() {
+    let tokenizer = tokenizer();
+    let engine = engine(EngineStyle::Vllm, 4096);
+    let arguments = ["--router-tokenizer-path", tokenizer.path().to_str().unwrap(), "--allow-request-chat-template"];
+    let router = router().engine(&engine).args(&arguments).ready();
+    let template = "{{ raise_exception('cannot take ' ~ messages[0].content) }}";
+    let body = serde_json::json!({"model": "demo", "chat_template": template,
+        "messages": [{"role": "user", "content": "my secret words"}]});
+    router.post("/v1/chat/completions", &body.to_string());
+    router.logged(&["template_refused", "routed by load alone"]);
+    router.wait_for_rest();
+    assert!(!router.log_lines().join("\n").contains("secret"));
+}
+
 /// Long prompts leave the shard: health stays quick while they are encoded, and they still hit.
 #[test]
 fn b58_long_prompts_do_not_hold_up_the_shard() {

@@ -2,10 +2,12 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::client::{self, Connection, request};
-use crate::support::router::{Router, router};
+use crate::support::router::{Router, router, router_with_descriptors};
 use crate::support::worker::{Then, json_worker, worker};
 use crate::support::{eventually, wait_until};
 
@@ -191,7 +193,6 @@ fn b60_the_body_limit_is_the_configured_one() {
     assert!(router.metric_sum("infera_router_rejections_total") >= 2.0);
 }
 
-/// An answer that nobody reads stops at the worker, and its neighbours do not notice.
 #[test]
 fn a_connection_beyond_the_cap_is_refused_cleanly() {
     let worker = worker(|_, conversation| {
@@ -218,4 +219,79 @@ fn a_connection_beyond_the_cap_is_refused_cleanly() {
         connection.send(&request("GET", "/health", "", b""));
         connection.head().is_ok_and(|(status, _)| status == 200)
     });
+}
+
+/// Where descriptors are short, whoever comes too late is told so; streams that are open go on, their workers included.
+#[test]
+fn streams_notice_nothing_of_connections_for_which_there_are_no_descriptors() {
+    const FITTING: usize = 150;
+    let goes_on = Arc::new(AtomicBool::new(false));
+    let gate = goes_on.clone();
+    let worker = worker(move |_, conversation| {
+        conversation.sse_head();
+        conversation.chunk("data: 1\n\n");
+        // No deadline of its own: the clients have one.
+        while !gate.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        conversation.chunk("data: [DONE]\n\n");
+        conversation.last_chunk()
+    });
+    // A quarter is kept, and each connection needs another one to a worker.
+    let router = router_with_descriptors(FITTING as u32 * 8 / 3).round_robin().worker(worker.address).ready();
+    router.logged(&["fewer connections than --max-connections", &format!("connections_max={FITTING}")]);
+    let mut streams: Vec<Connection> = Vec::new();
+    let refused = loop {
+        let mut connection = Connection::open(router.address);
+        connection.send(&request("POST", "/v1/completions", "", STREAM.as_bytes()));
+        let (status, _) = connection.head().unwrap();
+        if status != 200 {
+            break status;
+        }
+        assert_eq!(connection.chunk().unwrap().as_deref(), Some(&b"data: 1\n\n"[..]));
+        streams.push(connection);
+    };
+    // A connection of the test's own looks may not have been closed yet.
+    assert!(refused == 503 && (FITTING - 5..=FITTING).contains(&streams.len()), "{refused} after {}", streams.len());
+    for _ in 0..100 {
+        let mut further = Connection::open(router.address);
+        // It may be closed before this arrives.
+        let _ = further.reader.get_mut().write_all(&request("GET", "/health", "", b""));
+        if let Ok((status, _)) = further.head() {
+            assert_eq!(status, 503);
+        }
+    }
+    goes_on.store(true, Ordering::SeqCst);
+    for mut stream in streams {
+        assert_eq!(stream.chunk().unwrap().as_deref(), Some(&b"data: [DONE]\n\n"[..]));
+        assert_eq!(stream.chunk().unwrap(), None);
+    }
+    assert_eq!(router.get("/health").status, 200);
+    assert_eq!(router.metric_sum("infera_router_worker_breaker_trips_total"), 0.0);
+}
+
+/// Bodies are read without recursion: depth costs a refusal, at every length and on every way through.
+#[test]
+fn json_that_is_nested_too_deeply_is_refused_and_hurts_nobody() {
+    let worker = json_worker("{}");
+    let router = router().worker(worker.address).ready();
+    for depth in [500, 513, 100_000] {
+        for (open, close) in [("[", "]"), ("{\"a\":", "}")] {
+            let nested = format!("{}1{}", open.repeat(depth), close.repeat(depth));
+            for body in [
+                format!("{{\"model\":\"m\",\"x\":{nested}}}"),
+                format!("{{\"model\":\"m\",\"prompt\":{nested}}}"),
+                format!("{{\"model\":\"m\",\"messages\":{nested}}}"),
+                format!("{{\"model\":\"m\",\"x\":{}", open.repeat(depth)),
+            ] {
+                for path in ["/v1/completions", "/v1/chat/completions", "/v1/responses"] {
+                    let status = router.post(path, &body).status;
+                    let is_taken = depth < 512 && body.ends_with('}');
+                    assert_eq!(status, if is_taken { 200 } else { 400 }, "{path} {depth} {}", &body[..30]);
+                }
+            }
+        }
+    }
+    assert_eq!(router.metric_sum("infera_router_panics_total"), 0.0);
+    assert_eq!(router.get("/health").status, 200);
 }

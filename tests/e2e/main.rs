@@ -31,4 +31,5 @@ mod official_client;
 mod parity;
 mod pd;
 mod self_heal;
+mod silence;
 mod surface;

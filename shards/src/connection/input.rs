@@ -20,9 +20,9 @@ use crate::http1::request::{self, Refusal, RequestFraming, RequestHead};
 use crate::net::{Peeked, Stream};
 use crate::service::{Rejection, RejectionKind, Request};
 
-/// First allocation for a body whose length is only claimed, bytes.
 /// How long a connection on which nothing has come yet has for its first byte once there is a drain.
 const FIRST_REQUEST_GRACE: Duration = Duration::from_secs(1);
+/// First allocation for a body whose length is only claimed, bytes.
 const BODY_BYTES_FIRST: usize = 256 << 10;
 /// A request that begins this soon after the answer before it, on the coarse clock, is quick.
 const QUICK_GAP_MS: u64 = 1000;
@@ -247,6 +247,7 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
                 return Err(self.head_too_large());
             }
             if let Some(length) = found {
+                self.client.task.head_is_whole();
                 return Ok(length);
             }
             let idle = self.input.bytes.is_empty();
@@ -257,6 +258,9 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
                 Duration::from_millis(deadline.saturating_sub(now_ms()))
             };
             self.client.task.set_idle(idle);
+            if first || !idle {
+                self.client.task.head_is_open();
+            }
             let waited_from_ms = now_ms();
             let more = self.more(limit, self.input.wait(), arm).await;
             self.client.task.set_idle(false);

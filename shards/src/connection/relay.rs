@@ -36,6 +36,7 @@ pub(super) async fn run(
     if responder.client.write_pooled(out).await.is_err() {
         return RelayOutcome::ClientGone;
     }
+    relay.observer.passed_on();
     if let Some(at_boundary) = unfinished {
         let error = upstream.unfinished();
         return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
@@ -47,6 +48,7 @@ pub(super) async fn run(
                 if responder.client.write_pooled(piece).await.is_err() {
                     return RelayOutcome::ClientGone;
                 }
+                relay.observer.passed_on();
                 if let Some(at_boundary) = unfinished {
                     let error = upstream.unfinished();
                     return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;

@@ -19,6 +19,9 @@ pub trait BodyObserver {
     /// events do.
     fn data(&mut self, payload: &[u8]);
 
+    /// All payload so far has been taken by the client's socket.
+    fn passed_on(&mut self) {}
+
     /// Asked once, when the body has ended as its framing says: whether that was the end of what it carried. A body
     /// that was not whole is treated as cut: the client does not get its final chunk.
     fn is_whole(&self) -> bool {

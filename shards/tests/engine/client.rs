@@ -359,3 +359,30 @@ fn connections_beyond_the_cap_are_told_so() {
     assert!(refused.rest().is_empty());
     assert_eq!(kept[0].get("/hello").text(), "hello");
 }
+
+#[test]
+fn unfinished_heads_give_way_where_there_are_too_many() {
+    for driver in DRIVERS {
+        let engine = TestEngine::configured(driver, nowhere(), |config| config.limits.half_open_max = 10);
+        let mut busy = engine.connect();
+        assert_eq!(busy.get("/hello").text(), "hello");
+        let mut uploading = engine.connect();
+        uploading.send("POST /echo HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\n\r\nab");
+        let flood: Vec<_> = (0..30)
+            .map(|number| {
+                let mut client = engine.connect();
+                client.send(if number % 2 == 0 { "GET / HT" } else { "" });
+                client
+            })
+            .collect();
+        // Long before the head's own limit, and only as many as are too many.
+        eventually("those that are too many are closed", || engine.stats().connections_open == 12);
+        assert_eq!(busy.get("/hello").text(), "hello");
+        uploading.send("cde");
+        assert_eq!(uploading.answer().text(), "abcde");
+        assert_eq!(engine.connect().get("/hello").text(), "hello");
+        eventually("the rest stays", || engine.stats().connections_open == 12);
+        drop(flood);
+        eventually("all are gone", || engine.stats().connections_open == 2);
+    }
+}

@@ -4,7 +4,8 @@ use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use infera_shards::{DriverChoice, Engine, EngineConfig, StartError};
+use http::StatusCode;
+use infera_shards::{DriverChoice, Engine, EngineConfig, ShardContext, StartError};
 
 use crate::harness::{DRIVERS, TestEngine, Upstream, eventually, nowhere, open_descriptors};
 
@@ -106,6 +107,58 @@ fn a_panic_costs_one_connection() {
         assert_eq!(bystander.get("/hello").text(), "hello");
         eventually("nothing runs", || engine.stats().requests_active == 0);
     }
+}
+
+/// Answers whatever the engine refuses by a panic, and leaves a result behind whose end is one.
+struct Explosive(ShardContext);
+
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("on purpose, where nothing catches it");
+    }
+}
+
+impl infera_shards::Service for Explosive {
+    async fn call(&self, _: infera_shards::Request, responder: &mut infera_shards::Responder) {
+        let (completion, pending) = self.0.mailbox.ticket::<Bomb>();
+        // Nobody waits for the result any more, so that the shard's main loop drops it.
+        drop(pending);
+        completion.complete(Bomb);
+        let _ = responder.send(crate::harness::plain(StatusCode::OK, "lit")).await;
+    }
+
+    fn reject(&self, _: &infera_shards::Rejection) -> infera_shards::Response {
+        panic!("on purpose, while a connection is refused")
+    }
+}
+
+#[test]
+fn a_shard_that_cannot_go_on_is_said_to_have_ended() {
+    let start = |connections_max| {
+        let mut config = EngineConfig::new("127.0.0.1:0".parse().expect("an address"));
+        config.shards = 2;
+        config.limits.connections_max = connections_max;
+        let engine = Engine::start(config, Explosive).expect("starts");
+        assert_eq!(engine.ended_shard(), None);
+        engine
+    };
+    let connect = |engine: &Engine| crate::harness::Client::connect(engine.local_addr());
+    // Its thread ends.
+    let engine = start(10);
+    let mut client = connect(&engine);
+    client.send("GET / HTTP/1.1\r\nHost: t\r\n\r\n");
+    eventually("its end is seen", || engine.ended_shard().is_some());
+    // It lives, and accepts nobody any more.
+    let engine = start(0);
+    let _client = connect(&engine);
+    eventually("its deafness is seen", || engine.ended_shard().is_some());
+    // One that drains accepts nobody either, and has not ended.
+    let engine = start(10);
+    engine.drain();
+    eventually("it is drained", || !engine.is_accepting());
+    assert_eq!(engine.ended_shard(), None);
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn models() {
             "m",
             Some("vllm"),
         ),
-        // Two served names: the first.
+        // Two served names: the first, which the engine puts into its answers.
         (r#"{"data":[{"id":"a","owned_by":"vllm"},{"id":"b","owned_by":"vllm"}]}"#, "a", Some("vllm")),
         (r#"{"data":[{"id":""},{"object":"model"},{"id":"m"}]}"#, "m", None),
     ] {
@@ -41,6 +41,22 @@ fn models() {
         let error = facts(|facts| facts.read_models(body.as_bytes())).expect_err(body);
         assert!(error.contains(expected), "{body}: {error}");
     }
+}
+
+#[test]
+fn b45_every_served_name_counts_but_an_adapters() {
+    let body = r#"{"data":[{"id":"lora","parent":"a"},{"id":"a"},{"id":"b","parent":null},{"id":"a"},{"id":"b"},{"id":""},{"id":"c"}]}"#;
+    let said = facts(|facts| facts.read_models(body.as_bytes())).unwrap();
+    assert_eq!((said.model_name.as_deref(), said.further_model_names.join(",").as_str()), (Some("a"), "b,c"));
+    let open = WorkerRecord::new("w:1", "http://w:1");
+    assert_eq!(said.complete(&open).model_names().collect::<Vec<_>>(), ["a", "b", "c"]);
+    // A name given by hand is all that is meant.
+    let named = WorkerRecord { model_name: "mine".to_owned(), ..open };
+    assert_eq!(said.complete(&named).model_names().collect::<Vec<_>>(), ["mine"]);
+    let many: Vec<_> = (0..100).map(|number| serde_json::json!({"id": format!("m{number}")})).collect();
+    let many = serde_json::json!({ "data": many }).to_string();
+    let said = facts(|facts| facts.read_models(many.as_bytes())).unwrap();
+    assert_eq!(said.further_model_names.len(), limits::FURTHER_MODEL_NAMES_MAX);
 }
 
 #[test]
@@ -129,6 +145,7 @@ fn sglang_server_info() {
 fn the_record_goes_before_the_answer() {
     let facts = Facts {
         model_name: Some("asked".to_owned()),
+        further_model_names: vec!["also asked".to_owned()],
         engine: Some("vllm"),
         kv_block_size: Some(16),
         dp_size: Some(2),

@@ -111,6 +111,50 @@ fn b36_without_another_pair_the_error_names_the_prefill_leg() {
     }
 }
 
+/// A full worker says nothing about the request: another pair takes it, and the full one gets the time it asked for.
+#[test]
+fn a_leg_that_is_full_goes_to_another_pair_and_the_last_one_is_told_as_it_is() {
+    let full = || {
+        leg(|_, conversation| {
+            conversation.write(b"HTTP/1.1 429 Busy\r\nRetry-After: 30\r\nContent-Length: 4\r\n\r\nfull");
+            Then::KeepAlive
+        })
+    };
+    let (busy_prefill, busy_decode) = (full(), full());
+    let (prefill, decode) = (done(), decoding());
+    for (prefills, decodes, busy) in [
+        (vec![busy_prefill.address, prefill.address], vec![decode.address], &busy_prefill),
+        (vec![prefill.address], vec![busy_decode.address, decode.address], &busy_decode),
+    ] {
+        let router = sglang(&prefills, &decodes);
+        for _ in 0..4 {
+            assert_eq!(ask(&router, true).status, 200);
+        }
+        assert_eq!(bodies(busy).len(), 1, "it rests");
+        at_rest(&router);
+    }
+    let alone = full();
+    for (prefills, decodes) in [([alone.address], [decode.address]), ([prefill.address], [alone.address])] {
+        let answer = ask(&sglang(&prefills, &decodes), true);
+        assert_eq!((answer.status, answer.header("retry-after"), answer.text().as_str()), (429, Some("30"), "full"));
+    }
+}
+
+/// What a failed worker says may quote the prompt or a key: it is for the client and for no log.
+#[test]
+fn b57_what_a_failed_prefill_says_is_told_to_the_client_and_not_logged() {
+    let prefill = leg(|_, conversation| conversation.json(500, r#"{"error":"cannot take `secret words`"}"#));
+    let decode = held();
+    let router = sglang(&[prefill.address], &[decode.address]);
+    let answer = ask(&router, true);
+    assert_eq!(answer.status, 502);
+    let message = answer.json()["error"]["message"].to_string();
+    assert!(message.contains("status 500") && message.contains("secret words"), "{message}");
+    router.logged(&["a pair failed", "status 500"]);
+    assert!(!router.log_lines().join("\n").contains("secret"));
+    at_rest(&router);
+}
+
 #[test]
 fn b36_a_prefill_answer_behind_the_decode_answer_is_normal() {
     let released = Arc::new(AtomicBool::new(false));

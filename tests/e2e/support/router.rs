@@ -41,6 +41,13 @@ pub fn router_without_io_uring() -> Start {
     start(command)
 }
 
+/// The same with so many descriptors.
+pub fn router_with_descriptors(most: u32) -> Start {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("ulimit -n {most} && exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_infera-router")]);
+    start(command)
+}
+
 fn start(mut command: Command) -> Start {
     command.env("RUST_LOG", "info").stdin(Stdio::null());
     Start { command, host: "127.0.0.1", policy: "kv-aware", port: 0, shards: 1, patience: PATIENCE }
