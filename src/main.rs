@@ -20,7 +20,7 @@ use infera_shards::Engine;
 use tracing::{info, warn};
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: infera_shards::Allocator = infera_shards::Allocator;
 
 fn main() -> ExitCode {
     let result = match config::parse(std::env::args_os()) {

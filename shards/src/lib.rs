@@ -33,8 +33,10 @@ pub use engine::{Engine, StartError};
 pub use http1::head::Head;
 pub use mailbox::{Completion, Mailbox, Pending};
 pub use net::runtime::DriverReport;
+#[cfg(feature = "mimalloc")]
+pub use raw::Allocator;
 pub use raw::{prefetch, release_free_memory};
 pub use service::{Rejection, RejectionKind, Request, Response, Service, ShardContext};
-pub use shard::spawn_local;
+pub use shard::{boxed, spawn_local};
 pub use stats::ShardStats;
 pub use upstream::{SendProgress, Upstream, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse};

@@ -1,5 +1,6 @@
 //! The only unsafe code of the crate: shared access to a runtime stream, its descriptor as a borrowed one, the filter of a
-//! listener that is about to close, the allocator's release call, and the processor's prefetch. It never does IO of its own.
+//! listener that is about to close, the allocator and its release call, and the processor's prefetch. It never does IO of
+//! its own.
 //!
 //! Why shared access is needed: one task reads from a client (to see it leave) while it writes to it. The runtime's stream
 //! takes `&mut self` for both and its split halves offer no readiness wait and shut the socket down on drop.
@@ -84,6 +85,68 @@ pub(crate) fn drop_new_handshakes(listener: BorrowedFd<'_>) -> std::io::Result<(
         libc::setsockopt(listener.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, program, length) != 0
     };
     if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// mimalloc as a process's allocator. Its call for aligned memory takes a detour for nearly everything above 1 KiB, which
+/// asks for more than is wanted and makes the block's way back long; what asks for a word's alignment, as most futures do,
+/// needs no such call.
+#[cfg(feature = "mimalloc")]
+pub struct Allocator;
+
+#[cfg(feature = "mimalloc")]
+impl Allocator {
+    /// Every block of mimalloc is aligned to a machine word.
+    fn is_plain(layout: std::alloc::Layout) -> bool {
+        layout.align() <= align_of::<usize>()
+    }
+}
+
+// SAFETY: all blocks come from mimalloc, whose `free` and `realloc` take what any of its calls has given. The plain calls
+// are used for a word's alignment at most, which each of its blocks has; the aligned ones give what they are asked for.
+// Sizes are passed on as they are, a failed call gives null, and nothing here unwinds.
+#[cfg(feature = "mimalloc")]
+unsafe impl std::alloc::GlobalAlloc for Allocator {
+    #[inline]
+    unsafe fn alloc(&self, layout: std::alloc::Layout) -> *mut u8 {
+        // SAFETY: any size and any power of two may be asked for.
+        let block = unsafe {
+            match Self::is_plain(layout) {
+                true => libmimalloc_sys::mi_malloc(layout.size()),
+                false => libmimalloc_sys::mi_malloc_aligned(layout.size(), layout.align()),
+            }
+        };
+        block.cast()
+    }
+
+    #[inline]
+    unsafe fn alloc_zeroed(&self, layout: std::alloc::Layout) -> *mut u8 {
+        // SAFETY: as in `alloc`.
+        let block = unsafe {
+            match Self::is_plain(layout) {
+                true => libmimalloc_sys::mi_zalloc(layout.size()),
+                false => libmimalloc_sys::mi_zalloc_aligned(layout.size(), layout.align()),
+            }
+        };
+        block.cast()
+    }
+
+    #[inline]
+    unsafe fn dealloc(&self, block: *mut u8, _layout: std::alloc::Layout) {
+        // SAFETY: the caller gives back a block of this allocator.
+        unsafe { libmimalloc_sys::mi_free(block.cast()) }
+    }
+
+    #[inline]
+    unsafe fn realloc(&self, block: *mut u8, layout: std::alloc::Layout, new_size: usize) -> *mut u8 {
+        // SAFETY: as in `dealloc` and `alloc`; the alignment stays what it was.
+        let block = unsafe {
+            match Self::is_plain(layout) {
+                true => libmimalloc_sys::mi_realloc(block.cast(), new_size),
+                false => libmimalloc_sys::mi_realloc_aligned(block.cast(), new_size, layout.align()),
+            }
+        };
+        block.cast()
+    }
 }
 
 /// Hands the calling thread's free memory, and what ended threads left, back to the kernel. mimalloc does so by itself only while it is called, so a

@@ -5,6 +5,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -52,7 +53,7 @@ impl Drop for Alive {
 
 /// Polls with a panic turned into a value. A panic in a task would otherwise end the shard's thread.
 pub(crate) fn poll_caught<F: Future + ?Sized>(
-    future: std::pin::Pin<&mut F>,
+    future: Pin<&mut F>,
     cx: &mut Context<'_>,
 ) -> Poll<Result<F::Output, Box<dyn Any + Send>>> {
     match std::panic::catch_unwind(AssertUnwindSafe(|| future.poll(cx))) {
@@ -72,6 +73,14 @@ pub(crate) fn report_panic(panic: &(dyn Any + Send), what: &'static str) {
         counters.panics.add(1);
     }
     COUNTERS.set(counters);
+}
+
+/// `Box::pin` of a future that is made in its place: one that is made first and boxed then is copied with all the room
+/// that its later states need, often kilobytes of nothing.
+#[inline(always)]
+pub fn boxed<F: Future>(make: impl FnOnce() -> F) -> Pin<Box<F>> {
+    let place = Box::new_uninit();
+    Box::into_pin(Box::write(place, make()))
 }
 
 /// Runs a task on this shard: a panic ends only the task, and the shard's end drops it.

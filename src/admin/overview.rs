@@ -1,6 +1,6 @@
 //! `GET /v1/admin/overview`: every worker with what the router knows of it, and the last minutes. What the dashboard shows.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use http::StatusCode;
@@ -51,7 +51,7 @@ fn row(worker: &Worker, targets: Vec<Value>) -> Value {
     })
 }
 
-fn describe(state: &AdminState, view: &View, target: &Target, picked: &HashMap<String, TargetTotals>) -> Value {
+fn describe(state: &AdminState, view: &View, target: &Target, picked: &BTreeMap<String, TargetTotals>) -> Value {
     let totals = picked.get(&*target.route_key).copied().unwrap_or_default();
     let feed = view.rank(target.slot).filter(|rank| rank.endpoint.is_some());
     let events = feed.map(|rank| {

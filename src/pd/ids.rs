@@ -9,7 +9,12 @@ use smallvec::SmallVec;
 pub struct AttemptIds {
     /// One room per sequence, all distinct, each in `1..2^63`.
     rooms: SmallVec<[u64; 1]>,
+    /// SGLang's request id as raw JSON. Spelled once, because both legs carry it, and the room's digits are a part of it.
+    rid: String,
 }
+
+/// What stands before the room's digits in [`AttemptIds::rid`].
+const BEFORE_ROOM: &str = "\"infera-";
 
 /// SGLang's request ids of one attempt, spelled only when somebody asks: most attempts are never aborted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,13 +52,14 @@ impl AttemptIds {
                 rooms.push(room);
             }
         }
-        Self { rooms }
+        Self::of(rooms)
     }
 
-    /// Rooms that were drawn elsewhere; for tests of what is spelled from them.
-    #[cfg(test)]
-    pub(super) fn of(rooms: &[u64]) -> Self {
-        Self { rooms: rooms.into() }
+    /// Of rooms that were drawn, at least one.
+    pub(super) fn of(rooms: SmallVec<[u64; 1]>) -> Self {
+        let mut digits = itoa::Buffer::new();
+        let rid = [BEFORE_ROOM, digits.format(rooms[0]), "\""].concat();
+        Self { rooms, rid }
     }
 
     pub fn rooms(&self) -> &[u64] {
@@ -66,8 +72,13 @@ impl AttemptIds {
     }
 
     /// SGLang's request id as raw JSON; with n > 1 the engine appends `_<i>` for sample i.
-    pub(super) fn rid_json(&self) -> String {
-        format!("\"infera-{}\"", self.room())
+    pub(super) fn rid_json(&self) -> &str {
+        &self.rid
+    }
+
+    /// The first room's digits.
+    pub(super) fn room_json(&self) -> &str {
+        &self.rid[BEFORE_ROOM.len()..self.rid.len() - 1]
     }
 
     /// What to abort.
@@ -93,6 +104,8 @@ fn aligned(room: u64, rank: u32, ranks: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+
+    use smallvec::smallvec;
 
     use super::*;
 
@@ -141,9 +154,10 @@ mod tests {
 
     #[test]
     fn ids_are_spelled_from_the_first_room() {
-        let ids = AttemptIds::of(&[42, 7]);
+        let ids = AttemptIds::of(smallvec![42, 7]);
+        assert_eq!(ids.room_json(), "42");
         assert_eq!(ids.rid_json(), "\"infera-42\"");
-        assert_eq!(AttemptIds::of(&[42]).request_ids().spelled(), ["infera-42"]);
+        assert_eq!(AttemptIds::of(smallvec![42]).request_ids().spelled(), ["infera-42"]);
         assert_eq!(ids.request_ids().spelled(), ["infera-42_0", "infera-42_1"]);
         assert_eq!(ids.transfer_id("xfer"), "xfer-0000000000000000000000000000002a");
     }

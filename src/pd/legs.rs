@@ -4,7 +4,6 @@
 //! Prefill computes the prompt and one token: whatever asks it for more, or for a stream, is taken out. Decode
 //! keeps the client's values. A client's own transfer members never survive on either leg.
 
-use bytes::Bytes;
 use serde_json::{Value, json};
 
 use super::handoff::Handoff;
@@ -12,7 +11,7 @@ use super::ids::AttemptIds;
 use super::peer::{Details, Peer};
 use super::pins::{DECODE_PINS, PREFILL_PIN};
 use super::protocol::{PdEndpoint, Protocol};
-use super::splice::{Edits, Members};
+use super::splice::{Edits, Members, Segments};
 
 /// The two workers of one attempt; both speak the same protocol.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +38,7 @@ impl Pair<'_> {
 /// What one leg sends besides the client's own headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leg {
-    pub body: Vec<Bytes>,
+    pub body: Segments,
     /// Replaces the client's `X-Request-Id`, for engines that find each other through it.
     pub request_id: Option<String>,
 }
@@ -114,7 +113,7 @@ fn decode_with<'a>(
     pair: &Pair<'a>,
     endpoint: PdEndpoint,
     members: &Members,
-    ids: &AttemptIds,
+    ids: &'a AttemptIds,
     handoff: Option<&Handoff>,
 ) -> Leg {
     edits.remove(PREFILL_PIN);
@@ -185,21 +184,19 @@ fn one_token(edits: &mut Edits<'_>, endpoint: PdEndpoint, protocol: Protocol) {
 }
 
 /// SGLang's members, the same on both legs.
-fn bootstrap<'a>(edits: &mut Edits<'a>, pair: &Pair<'a>, endpoint: PdEndpoint, ids: &AttemptIds) {
+fn bootstrap<'a>(edits: &mut Edits<'a>, pair: &Pair<'a>, endpoint: PdEndpoint, ids: &'a AttemptIds) {
     let Details::SglangPrefill { host, port } = &pair.prefill.details else { return };
     edits.set("bootstrap_host", host.as_str());
     edits.set("bootstrap_port", port.as_str());
-    let rooms = match ids.rooms() {
-        [room] => room.to_string(),
+    match ids.rooms() {
+        [_] => edits.set("bootstrap_room", ids.room_json()),
         // A single number for several sequences would be counted up by the engine, and leave the picked rank.
-        rooms => json!(rooms).to_string(),
+        rooms => edits.set("bootstrap_room", json!(rooms).to_string()),
     };
-    edits.set("bootstrap_room", rooms);
-    let rid = ids.rid_json();
     if endpoint == PdEndpoint::Responses {
-        edits.set("request_id", rid.clone());
+        edits.set("request_id", ids.rid_json());
     }
-    edits.set("rid", rid);
+    edits.set("rid", ids.rid_json());
 }
 
 fn name_prefill_rank(edits: &mut Edits<'_>, pair: &Pair<'_>) {

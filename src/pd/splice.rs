@@ -8,7 +8,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use smallvec::{SmallVec, smallvec};
 
-use crate::prompt::outline::Outline;
+use crate::prompt::outline::{Lengths, Outline};
 
 /// Kept pieces up to this many bytes are copied next to an insert instead of becoming a segment of their own:
 /// a segment costs more than copying this much.
@@ -37,34 +37,40 @@ enum Change<'a> {
 }
 
 /// A list of changes. Of several of one member the last one given counts.
-#[derive(Clone, Debug)]
-pub struct Edits<'a>(Vec<(&'static str, Change<'a>)>);
-
-impl Default for Edits<'_> {
-    fn default() -> Self {
-        Self(Vec::with_capacity(EDITS_EXPECTED))
-    }
+#[derive(Clone, Debug, Default)]
+pub struct Edits<'a> {
+    changes: SmallVec<[(&'static str, Change<'a>); EDITS_EXPECTED]>,
+    key_lengths: Lengths,
+    /// Most bytes that the changes can add.
+    inserted_bytes: usize,
 }
+
+/// An edited body, in order; a short one is a single segment.
+pub type Segments = SmallVec<[Bytes; 1]>;
 
 impl<'a> Edits<'a> {
     fn put(&mut self, key: &'static str, change: Change<'a>) -> &mut Self {
         debug_assert!(key.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_'), "{key} needs escapes");
-        self.0.push((key, change));
+        if let Change::Set(value) | Change::Replace(value) = &change {
+            self.inserted_bytes += key.len() + value.len() + r#","":"#.len();
+        }
+        self.key_lengths.add(key.len());
+        self.changes.push((key, change));
         self
+    }
+
+    /// Place of the change that counts for a member.
+    fn of(&self, name: &[u8]) -> Option<usize> {
+        if !self.key_lengths.may_have(name.len()) {
+            return None;
+        }
+        self.changes.iter().rposition(|(key, _)| key.as_bytes() == name)
     }
 
     /// Whether a later change of the same member takes the place of this one.
     fn is_outdone(&self, at: usize) -> bool {
-        let key = self.0[at].0;
-        self.0[at + 1..].iter().any(|(later, _)| *later == key)
-    }
-
-    fn inserted_bytes(&self) -> usize {
-        let bytes = |(key, change): &(&str, Change<'_>)| match change {
-            Change::Set(value) | Change::Replace(value) => key.len() + value.len() + r#","":"#.len(),
-            Change::Remove => 0,
-        };
-        self.0.iter().map(bytes).sum()
+        let key = self.changes[at].0;
+        self.changes[at + 1..].iter().any(|(later, _)| *later == key)
     }
 
     /// The member has exactly this value afterwards, where it stood or else at the end. `value` is raw JSON.
@@ -113,12 +119,13 @@ impl Members {
         self.outline.body()
     }
 
-    /// The edited body, in order. Pieces of the body are shared, never copied, unless they are short.
-    pub fn apply(&self, edits: &Edits<'_>) -> Vec<Bytes> {
+    /// The edited body. Pieces of it are shared, never copied, unless they are short.
+    pub fn apply(&self, edits: &Edits<'_>) -> Segments {
         let body = self.body();
-        let copied_bytes = edits.inserted_bytes() + body.len().min(2 * SHORT_PIECE_BYTES);
-        let mut output = Output { body, segments: Vec::new(), kept: 0..0, insert: Vec::with_capacity(copied_bytes) };
-        let mut used: SmallVec<[bool; EDITS_EXPECTED]> = smallvec![false; edits.0.len()];
+        let copied_bytes = edits.inserted_bytes + body.len().min(2 * SHORT_PIECE_BYTES);
+        let insert = Vec::with_capacity(copied_bytes);
+        let mut output = Output { body, segments: Segments::new(), insert, kept: 0..0 };
+        let mut used: SmallVec<[bool; EDITS_EXPECTED]> = smallvec![false; edits.changes.len()];
         let mut is_first = true;
         output.keep(0..self.open);
         let mut previous_end = self.open;
@@ -126,8 +133,8 @@ impl Members {
             // Whitespace and, but for the first member, the comma in front of it.
             let gap = previous_end..member.start;
             previous_end = member.value.end;
-            let edit = edits.0.iter().rposition(|(key, _)| self.outline.key_is(member, key));
-            let new_value = match edit.map(|at| (at, &edits.0[at].1)) {
+            let edit = edits.of(self.outline.name(member));
+            let new_value = match edit.map(|at| (at, &edits.changes[at].1)) {
                 None => None,
                 Some((_, Change::Remove)) => continue,
                 // A later member of the same name would win in some parsers and lose in others: only one stays.
@@ -145,19 +152,17 @@ impl Members {
                 None => output.keep(member.start..member.value.end),
                 Some(value) => {
                     output.keep(member.start..member.value.start);
-                    output.insert(value.as_bytes());
+                    output.insert([value.as_bytes()]);
                 }
             }
         }
-        for (at, (key, change)) in edits.0.iter().enumerate() {
+        for (at, (key, change)) in edits.changes.iter().enumerate() {
             if let Change::Set(value) = change
                 && !used[at]
                 && !edits.is_outdone(at)
             {
-                output.insert(if is_first { b"\"" } else { b",\"" });
-                output.insert(key.as_bytes());
-                output.insert(b"\":");
-                output.insert(value.as_bytes());
+                let before = if is_first { &b"\""[..] } else { b",\"" };
+                output.insert([before, key.as_bytes(), b"\":", value.as_bytes()]);
                 is_first = false;
             }
         }
@@ -166,47 +171,49 @@ impl Members {
     }
 }
 
-/// Collects segments: a run of kept bytes, then inserted ones, and so on.
+/// Collects segments: finished ones, then copied bytes, then a run of kept ones that may still grow.
 struct Output<'a> {
     body: &'a Bytes,
-    segments: Vec<Bytes>,
-    kept: Range<usize>,
+    segments: Segments,
     insert: Vec<u8>,
+    kept: Range<usize>,
 }
 
 impl Output<'_> {
     fn keep(&mut self, range: Range<usize>) {
-        if range.is_empty() {
-        } else if self.insert.is_empty() && range.start == self.kept.end {
-            self.kept.end = range.end;
-        } else if range.len() <= SHORT_PIECE_BYTES {
-            self.insert.extend_from_slice(&self.body[range]);
-        } else {
-            self.flush();
-            self.kept = range;
+        if range.start != self.kept.end {
+            self.close_kept();
+            self.kept.start = range.start;
         }
+        self.kept.end = range.end;
     }
 
-    fn insert(&mut self, bytes: &[u8]) {
-        if self.insert.is_empty() && self.kept.len() <= SHORT_PIECE_BYTES {
-            let kept = std::mem::take(&mut self.kept);
+    fn insert<const N: usize>(&mut self, pieces: [&[u8]; N]) {
+        self.close_kept();
+        self.insert.reserve(pieces.iter().map(|piece| piece.len()).sum());
+        pieces.iter().for_each(|piece| self.insert.extend_from_slice(piece));
+    }
+
+    /// The kept run grows no more.
+    fn close_kept(&mut self) {
+        let kept = std::mem::replace(&mut self.kept, 0..0);
+        if kept.len() <= SHORT_PIECE_BYTES {
             self.insert.extend_from_slice(&self.body[kept]);
-        }
-        self.insert.extend_from_slice(bytes);
-    }
-
-    fn flush(&mut self) {
-        let kept = std::mem::take(&mut self.kept);
-        if !kept.is_empty() {
+        } else {
+            self.close_insert();
             self.segments.push(self.body.slice(kept));
         }
+    }
+
+    fn close_insert(&mut self) {
         if !self.insert.is_empty() {
             self.segments.push(Bytes::from(std::mem::take(&mut self.insert)));
         }
     }
 
-    fn finish(mut self) -> Vec<Bytes> {
-        self.flush();
+    fn finish(mut self) -> Segments {
+        self.close_kept();
+        self.close_insert();
         self.segments
     }
 }

@@ -18,7 +18,26 @@ pub struct Member {
     escaped_key: Option<Box<str>>,
     /// Offset of the key's opening quote.
     pub start: usize,
+    /// Bytes of the key between its quotes, when it was spelled without escapes.
+    key_bytes: usize,
     pub value: Range<usize>,
+}
+
+/// Which lengths a set of names has: most names that are looked for are absent, and their length alone says so.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lengths(u64);
+
+impl Lengths {
+    /// All lengths from here on share a place.
+    const LONGEST: usize = 63;
+
+    pub fn add(&mut self, length: usize) {
+        self.0 |= 1 << length.min(Self::LONGEST);
+    }
+
+    pub fn may_have(self, length: usize) -> bool {
+        self.0 >> length.min(Self::LONGEST) & 1 == 1
+    }
 }
 
 /// The top-level members of one body, in its order; none for a body that is JSON but no object.
@@ -26,6 +45,7 @@ pub struct Member {
 pub struct Outline {
     body: Bytes,
     members: Vec<Member>,
+    name_lengths: Lengths,
     /// Offset behind the opening brace; `None` for what is no object.
     open: Option<usize>,
 }
@@ -49,7 +69,7 @@ impl Outline {
 
     fn scan<'a>(body: &'a Bytes, mut visit: impl FnMut(&mut Reader<'a>, &str) -> JsonResult<()>) -> JsonResult<Self> {
         let mut reader = Reader::new(utf8(body)?);
-        let (mut members, mut open) = (Vec::new(), None);
+        let (mut members, mut name_lengths, mut open) = (Vec::new(), Lengths::default(), None);
         if reader.peek() == Some(b'{') {
             open = Some(reader.offset() + 1);
             members.reserve(MEMBERS_EXPECTED);
@@ -60,18 +80,19 @@ impl Outline {
                 let start = previous_end + gap.expect("a key was just read");
                 let spelled = body.get(start + 1..start + 1 + key.len()) == Some(key.as_bytes());
                 let escaped_key = (!spelled || body.get(start + 1 + key.len()) != Some(&b'"')).then(|| (&*key).into());
+                name_lengths.add(key.len());
                 reader.peek();
                 let value_start = reader.offset();
                 visit(reader, &key)?;
                 previous_end = reader.offset();
-                members.push(Member { escaped_key, start, value: value_start..previous_end });
+                members.push(Member { escaped_key, start, key_bytes: key.len(), value: value_start..previous_end });
                 Ok(())
             })?;
         } else {
             reader.skip()?;
         }
         reader.end()?;
-        Ok(Self { body: body.clone(), members, open })
+        Ok(Self { body: body.clone(), members, name_lengths, open })
     }
 
     /// The whole body.
@@ -88,21 +109,21 @@ impl Outline {
         self.open
     }
 
-    /// Whether this member's name is `key`, however it was spelled. `key` needs no escapes in JSON.
-    pub fn key_is(&self, member: &Member, key: &str) -> bool {
+    /// This member's name, decoded.
+    pub fn name<'a>(&'a self, member: &'a Member) -> &'a [u8] {
         match &member.escaped_key {
-            Some(decoded) => **decoded == *key,
-            None => {
-                let text = &self.body[member.start + 1..];
-                // The quote first: it alone tells most names apart.
-                text.get(key.len()) == Some(&b'"') && text.starts_with(key.as_bytes())
-            }
+            Some(decoded) => decoded.as_bytes(),
+            None => &self.body[member.start + 1..][..member.key_bytes],
         }
     }
 
     /// Raw JSON of a member's value. Of several members with one name the last counts, as in the engines.
     pub fn raw(&self, key: &str) -> Option<&[u8]> {
-        self.members.iter().rev().find(|member| self.key_is(member, key)).map(|member| &self.body[member.value.clone()])
+        if !self.name_lengths.may_have(key.len()) {
+            return None;
+        }
+        let key = key.as_bytes();
+        self.members.iter().rev().find(|it| self.name(it) == key).map(|member| &self.body[member.value.clone()])
     }
 
     /// A reader at a member's value.

@@ -43,22 +43,13 @@ impl RetryBudget {
         self.saved.set((self.saved.get() + self.share).min(SAVED_MAX * RETRY));
     }
 
-    /// Whether a retry is left.
-    pub fn has_one(&self, now_ms: u64) -> bool {
-        self.account_with_one(now_ms).is_some()
-    }
-
     /// Takes one retry out, if there is one.
     pub fn take(&self, now_ms: u64) -> bool {
-        let account = self.account_with_one(now_ms);
-        account.inspect(|account| account.set(account.get() - RETRY)).is_some()
-    }
-
-    fn account_with_one(&self, now_ms: u64) -> Option<&Cell<u64>> {
         let passed_ms = now_ms.saturating_sub(self.refilled_ms.replace(now_ms));
         let most = (RESERVE_SECONDS * 1_000 * self.reserve_per_ms).max(RETRY);
         self.reserve.set(self.reserve.get().saturating_add(passed_ms.saturating_mul(self.reserve_per_ms)).min(most));
-        [&self.saved, &self.reserve].into_iter().find(|account| account.get() >= RETRY)
+        let account = [&self.saved, &self.reserve].into_iter().find(|account| account.get() >= RETRY);
+        account.inspect(|account| account.set(account.get() - RETRY)).is_some()
     }
 }
 

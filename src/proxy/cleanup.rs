@@ -17,34 +17,40 @@ use super::shared::Shared;
 use super::stages::Stage;
 use crate::fleet::Worker;
 use crate::limits;
-use crate::pd::RequestIds;
+use crate::pd::{Leg, RequestIds};
 
 pub(super) const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const ABORT_PATH: &str = "/abort_request";
 
-/// One request to one worker of a pair, with everything it needs, so that it can outlive the request it serves.
-pub(super) struct LegCall {
+/// What a task of one shard needs to call workers. Counted on the shard: counts that other cores write too would bounce
+/// between them with every leg.
+pub(super) struct ShardSide {
     pub shared: Arc<Shared>,
     pub upstream: Upstream,
-    /// Whose stage times are to show it; absent for a call that no request waits for.
-    pub shard: Option<usize>,
+    /// The shard's number: whose stage times show the legs.
+    pub shard: usize,
+}
+
+/// One request to one worker of a pair, with everything it needs, so that it can outlive the request it serves.
+pub(super) struct LegCall {
+    pub side: Rc<ShardSide>,
     pub worker: Arc<Worker>,
     pub address: SocketAddr,
     pub rank: Option<u32>,
     /// The client's request: method, path and headers are passed on, the body is not.
     pub request: Rc<infera_shards::Request>,
-    pub request_id: Option<String>,
-    pub body: Vec<Bytes>,
+    pub leg: Leg,
     /// The answer is read here and not relayed.
     pub is_read_here: bool,
-    pub progress: Rc<SendProgress>,
+    /// Absent where nobody asks how far the request has come.
+    pub progress: Option<Rc<SendProgress>>,
 }
 
 impl LegCall {
     /// Sends and waits for the head. To be dropped with the head's arrival, which lets the bodies go.
     pub async fn send(&self) -> Result<UpstreamResponse, UpstreamError> {
-        let outbound = &self.shared.settings.outbound;
+        let outbound = &self.side.shared.settings.outbound;
         let set = self.own_headers();
         let request = UpstreamRequest {
             address: self.address,
@@ -55,11 +61,11 @@ impl LegCall {
             headers: Some(&self.request.head),
             remove: outbound.removed_of_leg(self.is_read_here),
             set: &set,
-            body: &self.body,
+            body: &self.leg.body,
         };
-        let response = self.upstream.send_watched(&request, &self.progress).await?;
-        if let Some((shard, took)) = self.shard.zip(response.connect_time()) {
-            self.shared.took(shard, Stage::Connect, took);
+        let response = self.side.upstream.send_watched(&request, self.progress.as_deref()).await?;
+        if let Some(took) = response.connect_time() {
+            self.side.shared.took(self.side.shard, Stage::Connect, took);
         }
         Ok(response)
     }
@@ -80,13 +86,13 @@ impl LegCall {
     }
 
     fn own_headers(&self) -> Cow<'_, [(HeaderName, HeaderValue)]> {
-        let own = self.shared.settings.outbound.own();
-        if self.rank.is_none() && self.request_id.is_none() {
+        let own = self.side.shared.settings.outbound.own();
+        if self.rank.is_none() && self.leg.request_id.is_none() {
             return Cow::Borrowed(own);
         }
         let mut set = own.to_vec();
         set.extend(self.rank.map(|rank| (DATA_PARALLEL_RANK, HeaderValue::from(rank))));
-        let request_id = self.request_id.as_deref().map(HeaderValue::from_str);
+        let request_id = self.leg.request_id.as_deref().map(HeaderValue::from_str);
         set.extend(request_id.and_then(Result::ok).map(|value| (REQUEST_ID, value)));
         Cow::Owned(set)
     }
@@ -95,31 +101,20 @@ impl LegCall {
 /// Ends both legs of a pair when it is dropped before [`PairGuard::disarm`]: one abort call per sequence and worker.
 /// Protocols without such a call notice that their connections closed.
 pub(super) struct PairGuard {
-    shared: Arc<Shared>,
-    upstream: Upstream,
+    side: Rc<ShardSide>,
     workers: [(Arc<Worker>, SocketAddr); 2],
     rids: Option<RequestIds>,
     sent_at: Instant,
     is_armed: bool,
-    is_complete: Rc<Cell<bool>>,
+    /// Set once the decode answer is whole: a client that leaves behind it ends nothing.
+    pub is_complete: Cell<bool>,
 }
 
 impl PairGuard {
     /// `rids` is absent for a protocol without an abort call.
-    pub fn new(
-        shared: &Arc<Shared>,
-        upstream: &Upstream,
-        workers: [(Arc<Worker>, SocketAddr); 2],
-        rids: Option<RequestIds>,
-    ) -> Self {
+    pub fn new(side: Rc<ShardSide>, workers: [(Arc<Worker>, SocketAddr); 2], rids: Option<RequestIds>) -> Self {
         let is_armed = rids.is_some();
-        let (shared, upstream) = (shared.clone(), upstream.clone());
-        Self { shared, upstream, workers, rids, sent_at: Instant::now(), is_armed, is_complete: Rc::default() }
-    }
-
-    /// To be set once the decode answer is whole: a client that leaves behind it ends nothing.
-    pub fn is_complete(&self) -> Rc<Cell<bool>> {
-        self.is_complete.clone()
+        Self { side, workers, rids, sent_at: Instant::now(), is_armed, is_complete: Cell::default() }
     }
 
     /// Both legs have ended well.
@@ -136,14 +131,14 @@ impl Drop for PairGuard {
         let Some(rids) = self.rids else { return };
         let rids: Rc<[String]> = rids.spelled().into();
         for (worker, address) in &self.workers {
-            let (shared, upstream) = (self.shared.clone(), self.upstream.clone());
-            let (worker, address, rids, sent_at) = (worker.clone(), *address, rids.clone(), self.sent_at);
+            let (side, worker, address) = (self.side.clone(), worker.clone(), *address);
+            let (rids, sent_at) = (rids.clone(), self.sent_at);
             spawn_local(async move {
                 time::sleep_until(sent_at + limits::ABORT_AGE_MIN).await;
                 for rid in rids.iter() {
-                    let call = abort(&shared, &upstream, &worker, address, rid);
+                    let call = abort(&side, &worker, address, rid);
                     let is_ok = time::timeout(limits::ABORT_DEADLINE, call).await.unwrap_or(false);
-                    shared.metrics.pairs.aborted(is_ok);
+                    side.shared.metrics.pairs.aborted(is_ok);
                     debug!(worker = &*worker.id, rid, is_ok, "aborted a leg");
                 }
             });
@@ -151,8 +146,8 @@ impl Drop for PairGuard {
     }
 }
 
-async fn abort(shared: &Shared, upstream: &Upstream, worker: &Worker, address: SocketAddr, rid: &str) -> bool {
-    let mut set = shared.settings.outbound.own().to_vec();
+async fn abort(side: &ShardSide, worker: &Worker, address: SocketAddr, rid: &str) -> bool {
+    let mut set = side.shared.settings.outbound.own().to_vec();
     set.push((header::CONTENT_TYPE, HeaderValue::from_static("application/json")));
     let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
     let request = UpstreamRequest {
@@ -166,7 +161,7 @@ async fn abort(shared: &Shared, upstream: &Upstream, worker: &Worker, address: S
         set: &set,
         body: std::slice::from_ref(&body),
     };
-    match upstream.send(&request).await {
+    match side.upstream.send(&request).await {
         Ok(response) => {
             let status = response.status;
             // Read to its end, so that the connection can be used again.
@@ -181,10 +176,10 @@ async fn abort(shared: &Shared, upstream: &Upstream, worker: &Worker, address: S
 
 /// Frees KV that a prefill worker holds for a decode request that will not come: a decode request of one token, whose
 /// answer nobody reads, pulls it.
-pub(super) fn release(shared: &Arc<Shared>, call: LegCall) {
-    let shared = shared.clone();
+pub(super) fn release(call: LegCall) {
     spawn_local(async move {
-        let worker = call.worker.id.clone();
+        let (side, worker) = (call.side.clone(), call.worker.id.clone());
+        let shared = &side.shared;
         let served = async {
             let response = call.send().await.ok()?;
             let status = response.status;
@@ -194,7 +189,7 @@ pub(super) fn release(shared: &Arc<Shared>, call: LegCall) {
         shared.metrics.pairs.aborted(status.is_some_and(|status| status.is_success()));
         // A decode engine that took the request and failed on it has looked for the KV: it was gone already.
         if status.is_none_or(|status| status.is_client_error()) {
-            stranded(&shared, &worker);
+            stranded(shared, &worker);
         }
     });
 }
@@ -208,7 +203,7 @@ pub(super) fn stranded(shared: &Shared, worker: &str) {
 /// Lets a prefill answer go on after decode has ended, for at most `limit`; then the pair is aborted.
 pub(super) fn drain(prefill: impl Future<Output = bool> + 'static, mut guard: PairGuard, limit: Option<Duration>) {
     // Decode is whole, but the prefill leg is not: it is what the guard is for now.
-    guard.is_complete = Rc::default();
+    guard.is_complete.set(false);
     spawn_local(async move {
         let ended_well = match limit {
             Some(limit) => time::timeout(limit, prefill).await.unwrap_or(false),

@@ -47,16 +47,26 @@ pub(super) fn both_pools<'a>(fleet: &'a Fleet, model: &str) -> Cow<'a, [u32]> {
     }
 }
 
+/// A request for a pair, as far as it is known.
+pub(super) struct Paired {
+    pub endpoint: PdEndpoint,
+    pub route: Route,
+    pub request: Request,
+    /// Absent for a body that is no JSON.
+    pub outline: Option<Outline>,
+}
+
+/// Boxed as it comes: what it holds is large and goes on into parts of its own.
 pub(super) async fn serve(
     service: &RouterService,
-    (endpoint, route): (PdEndpoint, Route),
-    request: Request,
-    outline: Option<Outline>,
+    paired: Box<Paired>,
     responder: &mut Responder,
     watched: &Watched<'_>,
 ) -> Result<Outcome, ApiError> {
+    let Paired { endpoint, route, request, outline } = *paired;
     let received = request.received;
     let (members, pins, sequences) = legs_facts(endpoint, &request, outline)?;
+    service.retry_budget.request();
     let mut job = Some(Job { request: Rc::new(request), members, endpoint, received });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
@@ -72,8 +82,6 @@ pub(super) async fn serve(
             }
         };
         let ids = AttemptIds::draw(&mut rand::rng(), sequences.total(), pair.peers.pair().room_rank());
-        let retries_left = (tried.attempts() as u32) < service.shared.settings.retries_max
-            && service.retry_budget.has_one(service.shared.now_ms());
         debug!(
             prefill = &*pair.prefill.worker.id,
             decode = &*pair.decode.worker.id,
@@ -82,7 +90,7 @@ pub(super) async fn serve(
             "pair"
         );
         watched.asks_pair(&pair.prefill.handles, &pair.decode.handles, ids.room());
-        let mut attempt = Attempt { service, pair, ids, retries_left, watched };
+        let mut attempt = Attempt { service, pair, ids, failed_before: tried.attempts(), watched };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }
@@ -90,10 +98,11 @@ pub(super) async fn serve(
             Ending::Answered(outcome) => return Ok(outcome),
             Ending::Failed(error) => return Err(error),
             Ending::Retry { role, worker, held: left } => {
-                service.may_spend_a_retry();
                 tried.add(role, worker);
                 held = left;
-                // KV that waits is freed first: nobody would own it if the client left meanwhile.
+                // What the failed attempt held must not be held while waiting. KV that waits is freed first: nobody would
+                // own it if the client left meanwhile.
+                drop(attempt);
                 if held.is_none() {
                     back_off(tried.attempts()).await;
                 }

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use infera_shards::{
-    Head, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, time,
+    Head, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, boxed,
+    time,
 };
 use tracing::{debug, warn};
 
 use super::access::{self, Ended};
 use super::direct::{self, Named};
-use super::disaggregated;
+use super::disaggregated::{self, Paired};
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
@@ -73,14 +74,11 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
         return;
     }
     let watched = Watched::new(&service.streams);
-    record.outcome = match Box::pin(attempts(service, endpoint, request, &watched)).await {
+    record.outcome = match boxed(|| attempts(service, endpoint, request, &watched)).await {
         Ok(Served::ByOne(picked, response)) => relay(service, &picked, response, responder, (received, &watched)).await,
         Ok(Served::ByAPair(paired)) => {
-            let Paired { endpoint, route, request, outline } = *paired;
             record.serve_as(RouterLabel::Disagg);
-            match Box::pin(disaggregated::serve(service, (endpoint, route), request, outline, responder, &watched))
-                .await
-            {
+            match boxed(|| disaggregated::serve(service, paired, responder, &watched)).await {
                 Ok(outcome) => outcome,
                 Err(error) => Box::pin(refuse(error, responder)).await,
             }
@@ -136,14 +134,6 @@ enum Served {
     ByOne(Picked, UpstreamResponse),
     /// A prefill and a decode worker, still to be picked.
     ByAPair(Box<Paired>),
-}
-
-/// A request for a pair, as far as it is known.
-struct Paired {
-    endpoint: PdEndpoint,
-    route: Route,
-    request: Request,
-    outline: Option<Outline>,
 }
 
 /// What a request is, as far as it can be said without waiting.
@@ -266,7 +256,8 @@ async fn attempts(
 /// while, so that a failing fleet is not asked by everybody in step.
 pub(super) async fn back_off(failed_attempts: usize) {
     if let Some(most_ms) = longest_delay_ms(failed_attempts) {
-        time::sleep(Duration::from_millis(fastrand::u64(..=most_ms))).await;
+        // Boxed: the timer is large and aligned to cache lines, which every request would inherit.
+        boxed(|| time::sleep(Duration::from_millis(fastrand::u64(..=most_ms)))).await;
     }
 }
 

@@ -10,13 +10,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
-use infera_shards::{Request, SendProgress, Upstream, spawn_local, time};
+use infera_shards::{Request, SendProgress, spawn_local, time};
 
-use super::cleanup::{self, LegCall};
-use super::legs::{Attempt, Job, PrefillEnd, PrefillFuture};
+use super::cleanup::{self, LegCall, ShardSide};
+use super::leg_end::{PrefillEnd, PrefillFuture};
+use super::legs::{Attempt, Job};
 use super::pair::PairPeers;
 use super::service::RouterService;
-use super::shared::Shared;
 use crate::fleet::Worker;
 use crate::limits;
 use crate::pd::{self, AttemptIds, Handoff, Members, PdEndpoint, Schedule};
@@ -35,8 +35,7 @@ pub(super) struct Held {
 
 /// A decode worker that may free it; outlives the attempt that picked it.
 struct Way {
-    shared: Arc<Shared>,
-    upstream: Upstream,
+    side: Rc<ShardSide>,
     peers: PairPeers,
     worker: Arc<Worker>,
     address: SocketAddr,
@@ -47,8 +46,7 @@ impl Way {
     fn of(attempt: &Attempt<'_>) -> Self {
         let picked = &attempt.pair.decode;
         Self {
-            shared: attempt.service.shared.clone(),
-            upstream: attempt.service.context.upstream.clone(),
+            side: attempt.service.side.clone(),
             peers: attempt.pair.peers.clone(),
             worker: picked.worker.clone(),
             address: picked.address,
@@ -68,23 +66,19 @@ impl Held {
         let pair = self.peers.with_decode_of(&way.peers);
         let Ok(members) = Members::scan(&self.request.body) else { return };
         if pair.decode.protocol != pair.protocol() {
-            return cleanup::stranded(&way.shared, &self.prefill_worker);
+            return cleanup::stranded(&way.side.shared, &self.prefill_worker);
         }
         let leg = pd::release_leg(&pair, self.endpoint, &members, &self.ids, self.handoff.as_ref());
-        let call = LegCall {
-            shared: way.shared.clone(),
-            upstream: way.upstream,
-            shard: None,
+        cleanup::release(LegCall {
+            side: way.side,
             worker: way.worker,
             address: way.address,
             rank: way.rank,
             request: self.request,
-            request_id: leg.request_id,
-            body: leg.body,
+            leg,
             is_read_here: true,
-            progress: Rc::default(),
-        };
-        cleanup::release(&way.shared, call);
+            progress: None,
+        });
     }
 
     pub fn count_stranded(self, service: &RouterService) {
@@ -96,16 +90,24 @@ impl Held {
 /// leg in a way that tells whether KV was left, and frees that.
 pub(super) struct PrefillLeg {
     pub future: Option<PrefillFuture>,
+    /// Absent where abort calls end the legs, and when there is nothing to free any more.
+    left: Option<Box<Left>>,
+}
+
+/// What the end of a leg's request leaves to be freed.
+struct Left {
+    held: Held,
+    way: Way,
+    /// The prefill request.
     progress: Rc<SendProgress>,
     /// The decode request, once it is being sent.
     decode: Option<Rc<SendProgress>>,
     is_kv_left: bool,
-    /// Absent where abort calls end the legs, and when there is nothing to free any more.
-    held: Option<Box<(Held, Way)>>,
 }
 
 impl PrefillLeg {
-    pub fn new(attempt: &Attempt<'_>, job: &Job, progress: Rc<SendProgress>, future: PrefillFuture) -> Self {
+    /// `progress` of the prefill request: present where KV may be left for somebody to free.
+    pub fn new(attempt: &Attempt<'_>, job: &Job, progress: Option<Rc<SendProgress>>, future: PrefillFuture) -> Self {
         let held = || Held {
             request: job.request.clone(),
             endpoint: job.endpoint,
@@ -114,9 +116,8 @@ impl PrefillLeg {
             prefill_worker: attempt.pair.prefill.worker.id.clone(),
             handoff: None,
         };
-        let has_abort_call = attempt.pair.peers.pair().protocol().has_abort_call();
-        let held = (!has_abort_call).then(|| Box::new((held(), Way::of(attempt))));
-        Self { future: Some(future), progress, decode: None, is_kv_left: false, held }
+        let left = |progress| Left { held: held(), way: Way::of(attempt), progress, decode: None, is_kv_left: false };
+        Self { future: Some(future), left: progress.map(|progress| Box::new(left(progress))) }
     }
 
     /// Waits for the leg; pending for ever once it has ended.
@@ -132,19 +133,26 @@ impl PrefillLeg {
 
     /// The prefill worker keeps KV from here on.
     pub fn answered(&mut self, handoff: Option<Handoff>) {
-        self.is_kv_left = true;
-        if let Some(held) = &mut self.held {
-            held.0.handoff = handoff;
+        if let Some(left) = &mut self.left {
+            left.is_kv_left = true;
+            left.held.handoff = handoff;
         }
     }
 
     /// As soon as the decode worker has this request, the KV is its own to pull or to free.
-    pub fn awaited_by(&mut self, decode: Rc<SendProgress>) {
-        self.decode = Some(decode);
+    pub fn awaited_by(&mut self, decode: Option<Rc<SendProgress>>) {
+        if let Some(left) = &mut self.left {
+            left.decode = decode;
+        }
+    }
+
+    /// Whether the decode worker has its request.
+    pub fn is_with_decode(&self) -> bool {
+        self.left.as_ref().is_some_and(|left| left.is_with_decode())
     }
 
     pub fn disarm(&mut self) {
-        self.held = None;
+        self.left = None;
     }
 
     /// Decode has begun to answer: nothing is left to free, and what is left of the leg may run on.
@@ -155,26 +163,30 @@ impl PrefillLeg {
 
     /// Gives away the KV that the leg has left, if there is any; frees nothing more by itself then.
     pub fn take_held(&mut self) -> Option<Held> {
-        if !self.is_kv_left {
-            return None;
-        }
-        self.held.take().map(|held| held.0)
+        self.left.take_if(|left| left.is_kv_left).map(|left| left.held)
+    }
+}
+
+impl Left {
+    fn is_with_decode(&self) -> bool {
+        self.decode.as_ref().is_some_and(|decode| decode.is_delivered())
     }
 }
 
 impl Drop for PrefillLeg {
     fn drop(&mut self) {
-        let Some((held, way)) = self.held.take().map(|held| *held) else { return };
-        if self.decode.as_ref().is_some_and(|decode| decode.is_delivered()) {
+        let Some(left) = self.left.take() else { return };
+        if left.is_with_decode() {
             return;
         }
-        if self.is_kv_left {
+        let Left { held, way, progress, is_kv_left, .. } = *left;
+        if is_kv_left {
             return held.release(way);
         }
         // An undelivered request dies with its connection. A delivered one is told that its client left; an answer that
         // was already on its way is still read.
-        let Some(future) = self.future.take().filter(|_| self.progress.is_delivered()) else { return };
-        self.progress.close_sending();
+        let Some(future) = self.future.take().filter(|_| progress.is_delivered()) else { return };
+        progress.close_sending();
         spawn_local(free_what_it_still_says(future, held, way));
     }
 }

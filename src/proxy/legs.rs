@@ -2,18 +2,19 @@
 //! the rule that nothing is promised to the client before decode's first byte, and that whatever ends a pair early ends
 //! both legs. Never picks.
 
+use std::cell::Cell;
 use std::future::{Future, poll_fn};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::Poll;
 use std::time::Instant;
 
-use bytes::Bytes;
-use infera_shards::{Responder, UpstreamError, UpstreamErrorKind, UpstreamResponse};
+use infera_shards::{Responder, UpstreamError, UpstreamResponse, boxed};
 use tracing::{debug, warn};
 
 use super::cleanup::{self, LegCall, PairGuard};
 use super::held::{Held, PrefillLeg};
+use super::leg_end::{Blame, LegFailure, PrefillEnd, PrefillFuture, prefill_to_its_end};
 use super::metrics::Outcome;
 use super::pair::PickedPair;
 use super::pick::Picked;
@@ -22,9 +23,8 @@ use super::service::RouterService;
 use super::shared::PrefillRelease;
 use super::silence::Watched;
 use super::stages::Stage;
-use super::verdict::Standing;
+use super::verdict::{self, Standing};
 use crate::api::ApiError;
-use crate::limits;
 use crate::load::Booking;
 use crate::pd::{self, AttemptIds, Handoff, Leg, Members, PdEndpoint, Schedule, StreamFailure};
 use crate::worker::{Name, Role};
@@ -47,72 +47,13 @@ pub(super) enum Ending {
     Retry { role: Role, worker: Name, held: Option<Held> },
 }
 
-/// A failed leg, in words that name it.
-pub(super) struct LegFailure {
-    role: Role,
-    worker: Name,
-    reason: String,
-    /// What the worker said, for the client alone: it may quote the prompt or a key.
-    said: String,
-    phase: &'static str,
-    is_timeout: bool,
-    blame: Blame,
-}
-
-/// What a failed leg says of its worker.
-enum Blame {
-    Transport(UpstreamError),
-    Answer(Standing),
-}
-
-impl LegFailure {
-    fn of(role: Role, worker: &Name, error: UpstreamError) -> Self {
-        let is_timeout = matches!(
-            error.kind,
-            UpstreamErrorKind::ConnectTimeout | UpstreamErrorKind::FirstByteTimeout | UpstreamErrorKind::IdleTimeout
-        );
-        let (reason, phase) = (error.to_string(), error.phase());
-        Self {
-            role,
-            worker: worker.clone(),
-            reason,
-            said: String::new(),
-            phase,
-            is_timeout,
-            blame: Blame::Transport(error),
-        }
-    }
-
-    fn key_refused(role: Role, worker: &Name) -> Self {
-        let reason = "it does not accept this router's key".to_owned();
-        let blame = Blame::Answer(Standing::KeyRefused);
-        Self { role, worker: worker.clone(), reason, said: String::new(), phase: "key", is_timeout: false, blame }
-    }
-
-    fn into_error(self) -> ApiError {
-        let Self { worker, phase, reason, said, .. } = &self;
-        let reason = format!("{} worker {worker} failed ({phase}): {reason}{said}", self.role.as_str());
-        if self.is_timeout { ApiError::WorkerTimeout { reason } } else { ApiError::WorkerFailed { reason } }
-    }
-}
-
-/// How a prefill leg ended.
-pub(super) enum PrefillEnd {
-    Done(Bytes),
-    /// A 4xx: the client's fault, and the client's to read.
-    Refused(UpstreamResponse),
-    Failed(LegFailure),
-}
-
-pub(super) type PrefillFuture = Pin<Box<dyn Future<Output = PrefillEnd>>>;
-type DecodeFuture = Pin<Box<dyn Future<Output = Result<UpstreamResponse, UpstreamError>>>>;
-
 /// Everything of one attempt but the client.
 pub(super) struct Attempt<'a> {
     pub service: &'a RouterService,
     pub pair: PickedPair,
     pub ids: AttemptIds,
-    pub retries_left: bool,
+    /// Attempts of the request that failed before this one.
+    pub failed_before: usize,
     pub watched: &'a Watched<'a>,
 }
 
@@ -152,25 +93,27 @@ impl Attempt<'_> {
     fn call(&self, role: Role, job: &Job, leg: Leg) -> LegCall {
         let picked = self.picked(role);
         LegCall {
-            shared: self.service.shared.clone(),
-            upstream: self.service.context.upstream.clone(),
-            shard: Some(self.service.context.shard),
+            side: self.service.side.clone(),
             worker: picked.worker.clone(),
             address: picked.address,
             rank: picked.rank,
             request: job.request.clone(),
-            request_id: leg.request_id,
-            body: leg.body,
+            leg,
             is_read_here: role == Role::Prefill,
-            progress: Rc::default(),
+            // Where one call ends both legs, nobody asks how far they have come.
+            progress: (!self.has_abort_call()).then(Rc::default),
         }
+    }
+
+    fn has_abort_call(&self) -> bool {
+        self.pair.peers.pair().protocol().has_abort_call()
     }
 
     /// Ends both legs unless it is disarmed.
     fn guard(&self) -> PairGuard {
-        let rids = self.pair.peers.pair().protocol().has_abort_call().then(|| self.ids.request_ids());
+        let rids = self.has_abort_call().then(|| self.ids.request_ids());
         let workers = [&self.pair.prefill, &self.pair.decode].map(|it| (it.worker.clone(), it.address));
-        PairGuard::new(&self.service.shared, &self.service.context.upstream, workers, rids)
+        PairGuard::new(self.service.side.clone(), workers, rids)
     }
 
     /// The prefill booking, if it goes with the prefill leg instead of with the decode answer.
@@ -181,17 +124,25 @@ impl Attempt<'_> {
         }
     }
 
-    fn may_retry(&self, failed: Role) -> bool {
-        self.retries_left && self.pair.has_another(failed)
+    /// Whether another pair is to be tried; takes the retry out of the budget. Asked once per failure.
+    fn takes_retry(&self, failed: Role) -> bool {
+        self.pair.has_another(failed)
+            && (self.failed_before as u32) < self.service.shared.settings.retries_max
+            && self.service.may_spend_a_retry()
     }
 
-    fn failed(&self, failure: LegFailure, held: Option<Held>) -> Ending {
-        self.service.shared.metrics.pairs.leg_failed(failure.role, failure.phase);
+    /// A leg has failed: its worker alone is to blame.
+    fn blame(&self, failure: &LegFailure) {
         match &failure.blame {
             Blame::Transport(error) => self.picked(failure.role).failed_by(&self.service.shared, error),
             Blame::Answer(standing) => self.picked(failure.role).answered(&self.service.shared, *standing),
         }
-        if !self.may_retry(failure.role) {
+    }
+
+    fn failed(&self, failure: LegFailure, held: Option<Held>, is_retried: bool) -> Ending {
+        self.service.shared.metrics.pairs.leg_failed(failure.role, failure.phase);
+        self.blame(&failure);
+        if !is_retried {
             warn!(
                 leg = failure.role.as_str(),
                 worker = &*failure.worker,
@@ -212,28 +163,10 @@ impl Attempt<'_> {
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
 
-    /// Prefill has answered with a 4xx: the client's mistake goes to the client, a full worker's work to another pair.
-    async fn refused(&self, refusal: UpstreamResponse, responder: &mut Responder) -> Ending {
-        let shared = &self.service.shared;
-        let standing = Standing::of(&refusal, &shared.settings.outbound);
-        shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
-        self.pair.prefill.answered(shared, standing);
-        if standing.is_worth_a_retry() && self.may_retry(Role::Prefill) {
-            shared.metrics.retried("status");
-            return Ending::Retry { role: Role::Prefill, worker: self.pair.prefill.worker.id.clone(), held: None };
-        }
-        Ending::Answered(relay_refusal(refusal, responder).await)
-    }
-
-    fn answering(&self, received: Instant, guard: Option<&PairGuard>) -> Answering<'_> {
-        Answering {
-            prefill: self.pair.prefill.handles.clone(),
-            decode: self.pair.decode.handles.clone(),
-            decode_worker: self.pair.decode.worker.id.clone(),
-            received,
-            watched: self.watched,
-            is_complete: guard.map(PairGuard::is_complete).unwrap_or_default(),
-        }
+    fn answering<'b>(&'b self, received: Instant, is_complete: &'b Cell<bool>) -> Answering<'b> {
+        let PickedPair { prefill, decode, .. } = &self.pair;
+        let handles = (&prefill.handles, &decode.handles);
+        Answering { handles, decode_worker: &decode.worker.id, received, watched: self.watched, is_complete }
     }
 }
 
@@ -245,7 +178,10 @@ enum Event {
 
 /// Polls both, prefill first: where both have ended, the prefill's refusal explains the decode's failure. Neither
 /// future is dropped by waiting here, so nothing that was read is lost.
-async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFuture) -> Event {
+async fn next_event(
+    prefill: &mut Option<PrefillFuture>,
+    mut decode: Pin<&mut impl Future<Output = Result<UpstreamResponse, UpstreamError>>>,
+) -> Event {
     poll_fn(|context| {
         if let Some(leg) = prefill
             && let Poll::Ready(end) = leg.as_mut().poll(context)
@@ -258,110 +194,60 @@ async fn next_event(prefill: &mut Option<PrefillFuture>, decode: &mut DecodeFutu
     .await
 }
 
-// An `async fn` would keep the call twice: as its argument and as its local.
-#[allow(clippy::manual_async_fn)]
-fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
-    async move {
-        let sent = call.send().await;
-        let standing = sent.as_ref().ok().map(|response| Standing::of(response, &call.shared.settings.outbound));
-        let worker = call.worker.clone();
-        drop(call);
-        let end = match sent {
-            Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, &worker.id, error)),
-            Ok(_) if standing == Some(Standing::KeyRefused) => {
-                PrefillEnd::Failed(LegFailure::key_refused(Role::Prefill, &worker.id))
-            }
-            Ok(response) if response.status.is_client_error() => PrefillEnd::Refused(response),
-            Ok(response) => read_to_its_end(&worker.id, response, standing.unwrap_or(Standing::Fault)).await,
-        };
-        if let (Some(booking), PrefillEnd::Done(_)) = (&booking, &end) {
-            booking.note_complete();
-        }
-        drop(booking);
-        end
-    }
-}
-
-async fn read_to_its_end(worker: &Name, response: UpstreamResponse, standing: Standing) -> PrefillEnd {
-    if response.status.is_success() {
-        return match response.collect(limits::PREFILL_ANSWER_BYTES_MAX).await {
-            Ok(body) => PrefillEnd::Done(body),
-            Err(error) => PrefillEnd::Failed(LegFailure::of(Role::Prefill, worker, error)),
-        };
-    }
-    let status = response.status;
-    let body = response.collect(limits::ERROR_EXCERPT_BYTES).await.unwrap_or_default();
-    PrefillEnd::Failed(LegFailure {
-        role: Role::Prefill,
-        worker: worker.clone(),
-        reason: format!("status {}", status.as_u16()),
-        said: format!(": {}", String::from_utf8_lossy(&body)),
-        phase: "status",
-        is_timeout: false,
-        blame: Blame::Answer(standing),
-    })
-}
-
 /// Both legs at once. The client gets decode's answer once its first byte is there; until then whichever leg fails
 /// ends the other one.
 async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mut Responder) -> Ending {
     let Some(held_job) = job.as_ref() else { return Ending::Failed(ApiError::Internal) };
     let received = held_job.received;
+    let booking = attempt.booking_of_the_leg();
+    let attempt = &*attempt;
     let pair = attempt.pair.peers.pair();
     let prefill_leg = pd::prefill_leg(&pair, held_job.endpoint, &held_job.members, &attempt.ids);
     let decode_leg = pd::decode_leg(&pair, held_job.endpoint, &held_job.members, &attempt.ids, None);
     let mut guard = attempt.guard();
-    let booking = attempt.booking_of_the_leg();
     let prefill_call = attempt.call(Role::Prefill, held_job, prefill_leg);
     let decode_call = attempt.call(Role::Decode, held_job, decode_leg);
-    let decode_progress = decode_call.progress.clone();
     let progress = prefill_call.progress.clone();
-    let mut prefill = PrefillLeg::new(attempt, held_job, progress, Box::pin(prefill_to_its_end(prefill_call, booking)));
-    prefill.awaited_by(decode_progress.clone());
-    let mut decode: DecodeFuture = Box::pin(decode_call.send_and_begin());
-
-    let response = loop {
-        match next_event(&mut prefill.future, &mut decode).await {
-            Event::Prefill(PrefillEnd::Done(_)) => {
-                attempt.pair.prefill.succeeded(&attempt.service.shared);
-                prefill.answered(None);
-            }
-            Event::Prefill(PrefillEnd::Refused(refusal)) => {
-                prefill.disarm();
-                drop(decode);
-                return attempt.refused(refusal, responder).await;
-            }
-            Event::Prefill(PrefillEnd::Failed(failure)) => {
-                prefill.disarm();
-                drop(decode);
-                return attempt.failed(failure, None);
-            }
-            Event::Decode(Ok(response)) if response.status.is_success() => break response,
-            Event::Decode(outcome) => {
-                let held = prefill.take_held();
-                // Dropped before the client is answered: the prefill leg is to end at once.
-                drop(prefill);
-                return decode_failed(attempt, outcome, held, decode_progress.is_delivered(), responder).await;
-            }
+    let mut prefill = PrefillLeg::new(attempt, held_job, progress, boxed(|| prefill_to_its_end(prefill_call, booking)));
+    prefill.awaited_by(decode_call.progress.clone());
+    // The decode leg ends with this block unless it has begun to answer.
+    let decided = {
+        let decode = pin!(decode_call.send_and_begin());
+        first_to_decide(attempt, &mut prefill, decode).await
+    };
+    let response = match decided {
+        Event::Decode(Ok(response)) if response.status.is_success() => response,
+        Event::Decode(outcome) => {
+            let is_with_decode = prefill.is_with_decode();
+            let held = prefill.take_held();
+            // Dropped before the client is answered: the prefill leg is to end at once.
+            drop(prefill);
+            return decode_failed(attempt, outcome, held, is_with_decode, responder).await;
         }
+        Event::Prefill(end) => return prefill_failed(attempt, prefill, end, responder).await,
     };
     // No replay from here on.
     drop(job.take());
     let mut prefill = prefill.into_running();
     attempt.served();
-    let answering = attempt.answering(received, Some(&guard));
+    let answering = attempt.answering(received, &guard.is_complete);
     let answer = relay_decode(response, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
         match poll_beside(&mut prefill, context) {
             Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(&attempt.service.shared),
             Some(PrefillEnd::Failed(failure)) => {
+                attempt.blame(&failure);
                 debug!(
                     worker = &*failure.worker,
                     reason = failure.reason,
                     "a prefill leg failed behind its decode leg"
                 );
             }
-            Some(PrefillEnd::Refused(_)) | None => {}
+            Some(PrefillEnd::Declined(answer)) => {
+                let standing = Standing::of(&answer, &attempt.service.shared.settings.outbound);
+                attempt.pair.prefill.answered(&attempt.service.shared, standing);
+            }
+            None => {}
         }
     })
     .await;
@@ -370,12 +256,56 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
         match prefill {
             None => guard.disarm(),
             Some(prefill) => {
+                // Decode's whole answer shows that the KV came.
+                attempt.pair.prefill.succeeded(&attempt.service.shared);
                 let limit = attempt.service.shared.settings.disaggregation.prefill_drain_timeout;
-                cleanup::drain(async move { matches!(prefill.await, PrefillEnd::Done(_)) }, guard, limit);
+                let (side, worker) = (attempt.service.side.clone(), attempt.pair.prefill.worker.clone());
+                let rest = async move {
+                    let end = prefill.await;
+                    verdict::late(&side.shared, &worker, end.standing(&side.shared.settings.outbound));
+                    matches!(end, PrefillEnd::Done(_))
+                };
+                cleanup::drain(rest, guard, limit);
             }
         }
     }
     Ending::Answered(answer.outcome)
+}
+
+/// Waits for what ends the time in which either leg may still fail: decode's outcome, or a prefill leg that did not end
+/// well.
+async fn first_to_decide(
+    attempt: &Attempt<'_>,
+    prefill: &mut PrefillLeg,
+    mut decode: Pin<&mut impl Future<Output = Result<UpstreamResponse, UpstreamError>>>,
+) -> Event {
+    loop {
+        match next_event(&mut prefill.future, decode.as_mut()).await {
+            Event::Prefill(PrefillEnd::Done(_)) => {
+                attempt.pair.prefill.succeeded(&attempt.service.shared);
+                prefill.answered(None);
+            }
+            event => return event,
+        }
+    }
+}
+
+/// The prefill leg has ended without KV for decode.
+async fn prefill_failed(
+    attempt: &Attempt<'_>,
+    mut prefill: PrefillLeg,
+    end: PrefillEnd,
+    responder: &mut Responder,
+) -> Ending {
+    prefill.disarm();
+    match end {
+        PrefillEnd::Declined(answer) => {
+            attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
+            answered_badly(attempt, Role::Prefill, answer, None, responder).await
+        }
+        PrefillEnd::Failed(failure) => attempt.failed(failure, None, attempt.takes_retry(Role::Prefill)),
+        PrefillEnd::Done(_) => Ending::Failed(ApiError::Internal),
+    }
 }
 
 /// Decode failed before its first byte, or refused. `held`: KV that waits on the prefill worker.
@@ -383,45 +313,54 @@ async fn decode_failed(
     attempt: &Attempt<'_>,
     outcome: Result<UpstreamResponse, UpstreamError>,
     held: Option<Held>,
-    is_delivered: bool,
+    is_with_decode: bool,
     responder: &mut Responder,
 ) -> Ending {
+    let settings = &attempt.service.shared.settings;
     let worker = &attempt.pair.decode.worker.id;
-    let may_retry = attempt.may_retry(Role::Decode);
-    let shared = &attempt.service.shared;
-    let standing = outcome.as_ref().ok().map(|response| Standing::of(response, &shared.settings.outbound));
-    if standing == Some(Standing::KeyRefused) {
-        return attempt.failed(LegFailure::key_refused(Role::Decode, worker), held);
-    }
-    if let Some(standing) = standing {
-        attempt.pair.decode.answered(shared, standing);
-    }
-    match outcome {
-        Ok(response) if may_retry && standing.is_some_and(Standing::is_worth_a_retry) => {
-            debug!(worker = &**worker, status = response.status.as_u16(), "retrying on another pair");
-            attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
-            attempt.service.shared.retried("status");
-            Ending::Retry { role: Role::Decode, worker: worker.clone(), held }
+    let (failure, held) = match outcome {
+        // It has done nothing for the request: the KV waits on.
+        Ok(response) if Standing::of(&response, &settings.outbound) == Standing::KeyRefused => {
+            (LegFailure::key_refused(Role::Decode, worker), held)
         }
-        // Decode's own words reach the client, whatever its status.
         Ok(response) => {
             attempt.service.shared.metrics.pairs.leg_failed(Role::Decode, "status");
-            let outcome = relay_refusal(response, responder).await;
-            // It answers, so it may well take the short request that frees the KV.
-            if let Some(held) = held {
-                held.release_through(attempt);
-            }
-            Ending::Answered(outcome)
+            return answered_badly(attempt, Role::Decode, response, held, responder).await;
         }
-        Err(error) => {
-            // An engine that had the request frees its KV when the connection breaks.
-            let held = held.filter(|_| !is_delivered);
-            if let (Some(_), false) = (&held, may_retry) {
-                cleanup::stranded(&attempt.service.shared, &attempt.pair.prefill.worker.id);
-            }
-            attempt.failed(LegFailure::of(Role::Decode, worker, error), held)
-        }
+        // An engine that had the request frees its KV when the connection breaks.
+        Err(error) => (LegFailure::of(Role::Decode, worker, error), held.filter(|_| !is_with_decode)),
+    };
+    let is_retried = attempt.takes_retry(Role::Decode);
+    if let (Some(_), false) = (&held, is_retried) {
+        cleanup::stranded(&attempt.service.shared, &attempt.pair.prefill.worker.id);
     }
+    attempt.failed(failure, held, is_retried)
+}
+
+/// A leg's answer ends the attempt by its status: another pair is tried where it may do better, else the worker's own
+/// words reach the client.
+async fn answered_badly(
+    attempt: &Attempt<'_>,
+    role: Role,
+    answer: UpstreamResponse,
+    held: Option<Held>,
+    responder: &mut Responder,
+) -> Ending {
+    let settings = &attempt.service.shared.settings;
+    let (picked, standing) = (attempt.picked(role), Standing::of(&answer, &settings.outbound));
+    picked.answered(&attempt.service.shared, standing);
+    if standing.is_worth_a_retry() && attempt.takes_retry(role) {
+        let (leg, worker) = (role.as_str(), &picked.worker.id);
+        debug!(leg, worker = &**worker, status = answer.status.as_u16(), "retrying on another pair");
+        attempt.service.shared.retried("status");
+        return Ending::Retry { role, worker: worker.clone(), held };
+    }
+    let outcome = relay_refusal(answer, responder).await;
+    // Decode answers, so it may well take the short request that frees the KV.
+    if let Some(held) = held {
+        held.release_through(attempt);
+    }
+    Ending::Answered(outcome)
 }
 
 /// Prefill first; its answer says where decode finds the KV.
@@ -432,39 +371,21 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
     let booking = attempt.booking_of_the_leg();
     let call = attempt.call(Role::Prefill, held_job, leg);
     let progress = call.progress.clone();
-    let mut prefill = PrefillLeg::new(attempt, held_job, progress, Box::pin(prefill_to_its_end(call, booking)));
+    let mut prefill = PrefillLeg::new(attempt, held_job, progress, boxed(|| prefill_to_its_end(call, booking)));
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
             attempt.pair.prefill.succeeded(&attempt.service.shared);
             answer
         }
-        PrefillEnd::Refused(refusal) => {
-            prefill.disarm();
-            return attempt.refused(refusal, responder).await;
-        }
-        PrefillEnd::Failed(failure) => {
-            prefill.disarm();
-            return attempt.failed(failure, None);
-        }
+        end => return prefill_failed(attempt, prefill, end, responder).await,
     };
     let protocol = attempt.pair.peers.pair().protocol();
     let handoff = match Handoff::of(protocol, &answer) {
         Ok(handoff) => handoff,
         Err(error) => {
             prefill.disarm();
-            let worker = attempt.pair.prefill.worker.id.clone();
-            let reason = error.to_string();
-            let blame = Blame::Answer(Standing::Fault);
-            let failure = LegFailure {
-                role: Role::Prefill,
-                worker,
-                reason,
-                said: String::new(),
-                phase: "handoff",
-                is_timeout: false,
-                blame,
-            };
-            return attempt.failed(failure, None);
+            let failure = LegFailure::of_handoff(&attempt.pair.prefill.worker.id, &error);
+            return attempt.failed(failure, None, attempt.takes_retry(Role::Prefill));
         }
     };
     let leg = pd::decode_leg(
@@ -482,18 +403,17 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         }
     }
     let call = attempt.call(Role::Decode, held_job, leg);
-    let progress = call.progress.clone();
-    prefill.awaited_by(progress.clone());
+    prefill.awaited_by(call.progress.clone());
     let outcome = call.send_and_begin().await;
-    let (held, is_delivered) = (prefill.take_held(), progress.is_delivered());
+    let (is_with_decode, held) = (prefill.is_with_decode(), prefill.take_held());
     match outcome {
         Ok(response) if response.status.is_success() => {
             drop((held, job.take()));
             attempt.served();
-            let answer = relay_decode(response, responder, attempt.answering(received, None), |_| ()).await;
+            let answer = relay_decode(response, responder, attempt.answering(received, &Cell::default()), |_| ()).await;
             attempt.answered(&answer);
             Ending::Answered(answer.outcome)
         }
-        outcome => decode_failed(attempt, outcome, held, is_delivered, responder).await,
+        outcome => decode_failed(attempt, outcome, held, is_with_decode, responder).await,
     }
 }

@@ -2,9 +2,10 @@
 //! looked up once per (model, worker) and shard and then held, so that a request touches atomics only.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
+use hashbrown::HashMap;
 use prometheus::core::Collector;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
@@ -325,8 +326,8 @@ impl RequestMetrics {
     }
 
     /// By route key. Makes no series of targets that nobody was sent to.
-    pub fn target_totals(&self) -> HashMap<String, TargetTotals> {
-        let mut totals: HashMap<String, TargetTotals> = HashMap::new();
+    pub fn target_totals(&self) -> BTreeMap<String, TargetTotals> {
+        let mut totals: BTreeMap<String, TargetTotals> = BTreeMap::new();
         let families: [(&IntCounterVec, TargetNumber); 3] = [
             (&self.picks_total, |totals| &mut totals.picks),
             (&self.target_blocks_hit_total, |totals| &mut totals.blocks_hit),

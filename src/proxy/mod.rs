@@ -13,6 +13,7 @@ mod explain;
 mod explained;
 mod held;
 mod keys;
+mod leg_end;
 mod legs;
 mod metrics;
 mod observe;

@@ -2,6 +2,7 @@
 //! counts), then decode among those that speak the same protocol. Picks and bookings are one step, between two awaits.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
@@ -12,7 +13,7 @@ use super::prompts::Prompts;
 use super::service::RouterService;
 use super::steering::SessionName;
 use crate::api::ApiError;
-use crate::fleet::Target;
+use crate::fleet::{Target, Worker};
 use crate::index::View;
 use crate::limits;
 use crate::pd::{Pair, PdEndpoint, Peer, Pin, Protocol, RankPins, Sequences};
@@ -119,7 +120,8 @@ pub(super) fn pick_pair(
     wish: &PairWish<'_>,
 ) -> Result<Option<PickedPair>, ApiError> {
     let booked = |role, pool: &[u32]| pick(service, view, &wish.of_one(role, pool));
-    let Some(pair) = choose_pair(service, view, wish, booked, |picked, worker| picked.worker.id == *worker)? else {
+    let Some(pair) = choose_pair(service, view, wish, booked, |picked, worker| Arc::ptr_eq(&picked.worker, worker))?
+    else {
         return Ok(None);
     };
     let ((prefill, prefill_peer), (decode, decode_peer)) = (pair.prefill, pair.decode);
@@ -149,7 +151,7 @@ pub(super) fn preview_pair(
         notes.push((role, own, chosen.as_ref().ok().map(|chosen| chosen.index)));
         chosen.map(|chosen| chosen.index)
     };
-    let is_on = |index: &u32, worker: &Name| view.fleet.targets[*index as usize].worker.id == *worker;
+    let is_on = |index: &u32, worker: &Arc<Worker>| Arc::ptr_eq(&view.fleet.targets[*index as usize].worker, worker);
     let pair = choose_pair(service, view, wish, previewed, is_on)?;
     Ok(pair.map(|pair| pair.prefill.1.protocol))
 }
@@ -160,7 +162,7 @@ fn choose_pair<T>(
     view: &View,
     wish: &PairWish<'_>,
     mut choose: impl FnMut(Role, &[u32]) -> Result<T, NoPick>,
-    is_on: impl Fn(&T, &Name) -> bool,
+    is_on: impl Fn(&T, &Arc<Worker>) -> bool,
 ) -> Result<Option<PairOf<T>>, ApiError> {
     let (prefill, prefill_faults) = members(service, view, wish, Role::Prefill)?;
     let (decode, decode_faults) = members(service, view, wish, Role::Decode)?;
@@ -178,7 +180,8 @@ fn choose_pair<T>(
         Err(NoPick::NoneLeft) => Ok(None),
         Err(NoPick::Full) => Err(ApiError::full(wish.model)),
     };
-    let worker = |index: u32| &view.fleet.targets[index as usize].worker.id;
+    // Ranks of one worker share its registration.
+    let worker = |index: u32| &view.fleet.targets[index as usize].worker;
     let peer_of = |side: &[Member], chosen: &T| {
         side.iter().find(|it| is_on(chosen, worker(it.index))).map(|member| member.peer.clone())
     };

@@ -1,9 +1,10 @@
 //! A shard's table of disaggregation parameters: each registration is parsed and checked once. Never shared.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
+
+use hashbrown::HashMap;
 
 use crate::fleet::Worker;
 use crate::limits;

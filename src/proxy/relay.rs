@@ -4,7 +4,6 @@
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
-use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -41,13 +40,13 @@ pub(super) fn as_it_came(is_stream: bool, observer: &mut dyn BodyObserver) -> Re
 
 /// Who answers, and whose figures the answer belongs to.
 pub(super) struct Answering<'a> {
-    pub prefill: Handles,
-    pub decode: Handles,
-    pub decode_worker: Name,
+    /// Of the prefill and of the decode worker.
+    pub handles: (&'a Handles, &'a Handles),
+    pub decode_worker: &'a Name,
     pub received: Instant,
     pub watched: &'a Watched<'a>,
     /// Set as soon as the answer is known to be whole, also when the client leaves right behind it.
-    pub is_complete: Rc<Cell<bool>>,
+    pub is_complete: &'a Cell<bool>,
 }
 
 /// How an answer went.
@@ -66,7 +65,7 @@ pub(super) struct StreamObserver<'a> {
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
     /// Set at a stream's terminator; then the stream is whole only with one.
-    is_complete: Option<Rc<Cell<bool>>>,
+    is_complete: Option<&'a Cell<bool>>,
     /// Absent without an access log.
     tally: Option<Tally>,
 }
@@ -81,7 +80,7 @@ impl<'a> StreamObserver<'a> {
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
     fn of_decode(is_stream: bool, answering: &Answering<'a>) -> Self {
-        let is_complete = Some(answering.is_complete.clone());
+        let is_complete = Some(answering.is_complete);
         Self { is_complete, ..Self::of_a_worker(is_stream, answering.watched) }
     }
 
@@ -131,7 +130,7 @@ pub(super) async fn relay_decode(
     let status = response.status;
     access::note(|line| line.status = Some(status));
     let is_stream = is_stream(&response);
-    let worker = &answering.decode_worker;
+    let worker = answering.decode_worker;
     let mut observer = StreamObserver::of_decode(is_stream, &answering);
     let outcome = {
         let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
@@ -154,7 +153,7 @@ pub(super) async fn relay_decode(
         RelayOutcome::Complete => {
             access::note(|line| line.ended = Ended::Complete);
             if status == StatusCode::OK {
-                count((&answering.prefill, &answering.decode), answering.received, &observer.answer);
+                count(answering.handles, answering.received, &observer.answer);
             }
             Answer { outcome: Outcome::from(status), is_whole: true, failure }
         }

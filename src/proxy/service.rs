@@ -14,6 +14,7 @@ use serde_json::json;
 
 use super::access::{self, AccessSink, Ended};
 use super::budget::RetryBudget;
+use super::cleanup::ShardSide;
 use super::exchange;
 use super::explain;
 use super::metrics::TargetHandles;
@@ -63,6 +64,8 @@ impl Surface {
 pub struct RouterService {
     surface: Surface,
     pub(super) shared: Arc<Shared>,
+    /// For what outlives a request.
+    pub(super) side: Rc<ShardSide>,
     pub(super) context: ShardContext,
     pub(super) handles: TargetHandles,
     pub(super) peers: Peers,
@@ -93,6 +96,11 @@ impl RouterService {
             retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
             access: shared.access.clone().map(|queues| AccessSink { queues, shard: context.shard }),
+            side: Rc::new(ShardSide {
+                shared: shared.clone(),
+                upstream: context.upstream.clone(),
+                shard: context.shard,
+            }),
             streams: Streams::start(shared.clone()),
             shared,
             context,

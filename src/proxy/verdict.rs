@@ -13,6 +13,7 @@ use super::keys::OutboundHeaders;
 use super::pick::Picked;
 use super::shared::Shared;
 use crate::breaker::Change;
+use crate::fleet::Worker;
 
 /// How an answer of a worker counts before its body is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,14 +76,14 @@ impl Picked {
     /// The worker has answered to the end, and well.
     pub fn succeeded(&self, shared: &Shared) {
         let change = shared.settings.breaker.succeeded(&self.worker.health, self.probe.take());
-        self.tell(change);
+        tell(&self.worker, change);
     }
 
     /// The worker has failed the request: its session is free to go elsewhere.
     pub fn failed(&self, shared: &Shared) {
         self.free_session();
         let change = shared.settings.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
-        self.tell(change);
+        tell(&self.worker, change);
     }
 
     /// The exchange with the worker has failed. Want of descriptors or ports of our own is not the worker's fault.
@@ -118,16 +119,26 @@ impl Picked {
             session.failed();
         }
     }
+}
 
-    fn tell(&self, change: Option<Change>) {
-        let worker = &*self.worker.id;
-        match change {
-            Some(Change::Opened { for_ms }) => {
-                warn!(worker, for_ms, "a worker has failed too often in a row and gets no requests for a while");
-            }
-            Some(Change::Closed) => info!(worker, "a worker that had failed serves again"),
-            None => {}
+/// A leg that ends when its request is over can still say that its worker is to be left alone.
+pub(super) fn late(shared: &Shared, worker: &Worker, standing: Standing) {
+    let (breaker, health, now_ms) = (&shared.settings.breaker, &worker.health, shared.now_ms());
+    match standing {
+        Standing::Fault => tell(worker, breaker.faulted(health, None, now_ms)),
+        Standing::Overloaded(Some(delay)) => breaker.overloaded(health, delay, now_ms),
+        Standing::Fine | Standing::Refused | Standing::KeyRefused | Standing::Overloaded(None) => {}
+    }
+}
+
+fn tell(worker: &Worker, change: Option<Change>) {
+    let worker = &*worker.id;
+    match change {
+        Some(Change::Opened { for_ms }) => {
+            warn!(worker, for_ms, "a worker has failed too often in a row and gets no requests for a while");
         }
+        Some(Change::Closed) => info!(worker, "a worker that had failed serves again"),
+        None => {}
     }
 }
 

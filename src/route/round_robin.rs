@@ -1,14 +1,17 @@
 //! Round robin over a pool, one rotation per model and role. Each shard keeps its own; shards start one
 //! place apart so that together they spread from the first request on.
 
-use std::collections::HashMap;
+use hashbrown::HashMap;
 
 use crate::worker::{Name, Role};
+
+const ROLES: usize = Role::Decode as usize + 1;
 
 /// Rotation state of one shard.
 pub struct RoundRobin {
     first: usize,
-    next: HashMap<(Name, Role), usize>,
+    /// The next place per role.
+    next: HashMap<Name, [usize; ROLES]>,
 }
 
 impl RoundRobin {
@@ -18,7 +21,7 @@ impl RoundRobin {
 
     /// What [`RoundRobin::pick`] would give now.
     pub fn peek(&self, model: &Name, role: Role, candidates: &[u32]) -> Option<u32> {
-        let next = self.next.get(&(model.clone(), role)).copied().unwrap_or(self.first);
+        let next = self.next.get(model).map_or(self.first, |next| next[role as usize]);
         (!candidates.is_empty()).then(|| candidates[next % candidates.len()])
     }
 
@@ -27,11 +30,11 @@ impl RoundRobin {
         if candidates.is_empty() {
             return None;
         }
-        let first = self.first;
-        let next = match self.next.get_mut(&(model.clone(), role)) {
-            Some(next) => next,
-            None => self.next.entry((model.clone(), role)).or_insert(first),
+        let places = match self.next.get_mut(model) {
+            Some(places) => places,
+            None => self.next.entry(model.clone()).or_insert([self.first; ROLES]),
         };
+        let next = &mut places[role as usize];
         let picked = candidates[*next % candidates.len()];
         *next = next.wrapping_add(1);
         Some(picked)
@@ -39,7 +42,7 @@ impl RoundRobin {
 
     /// Forgets models that are gone, so that a fleet with changing names does not grow the table.
     pub fn retain(&mut self, is_known: impl Fn(&Name) -> bool) {
-        self.next.retain(|(model, _), _| is_known(model));
+        self.next.retain(|model, _| is_known(model));
     }
 }
 

@@ -23,11 +23,7 @@ fn trips(router: &Router) -> f64 {
 }
 
 fn state(router: &Router, worker: &Worker) -> String {
-    let workers = router.json("/v1/workers");
-    let url = format!("http://{}", worker.address);
-    let all = workers["workers"].as_array().unwrap();
-    let found = all.iter().find(|it| it["url"].as_str().is_some_and(|known| known.starts_with(&url)));
-    found.unwrap_or_else(|| panic!("no {url} in {workers}"))["breaker"].as_str().unwrap().to_owned()
+    router.breaker_of(worker.address)
 }
 
 #[test]

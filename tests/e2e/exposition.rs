@@ -102,6 +102,7 @@ fn check_histogram(name: &str, samples: &[Sample]) {
     }
 }
 
+/// The page of a running router, read by the letter.
 pub fn page(router: &Router) -> Vec<Sample> {
     let answer = router.get("/metrics");
     assert_eq!(answer.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));

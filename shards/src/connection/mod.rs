@@ -62,7 +62,7 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
         first = false;
         let mut responder = Responder::new(client.clone(), &request.method, http10, keep_alive);
         // Boxed: it exists only while an exchange runs, so an idle connection does not carry its size.
-        let call = Box::pin(service.call(request, &mut responder));
+        let call = shard::boxed(|| service.call(request, &mut responder));
         let outcome = exchange(&client, call, &mut input, watch.as_mut(), arm).await;
         match outcome {
             Exchange::Done if responder.may_continue() => {}

@@ -105,13 +105,13 @@ impl Upstream {
         self.send_with(request, None).await
     }
 
-    /// The same, and notes its progress.
+    /// The same, and notes its progress for whoever asks for it.
     pub async fn send_watched(
         &self,
         request: &UpstreamRequest<'_>,
-        progress: &SendProgress,
+        progress: Option<&SendProgress>,
     ) -> Result<UpstreamResponse, UpstreamError> {
-        self.send_with(request, Some(progress)).await
+        self.send_with(request, progress).await
     }
 
     async fn send_with(

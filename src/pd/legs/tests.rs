@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use serde_json::{Value, json};
+use smallvec::smallvec;
 
 use super::*;
 use crate::worker::WorkerRecord;
@@ -33,7 +34,7 @@ fn golden_bodies_of_every_protocol() {
             _ => PdEndpoint::Responses,
         };
         let rooms: Vec<u64> = serde_json::from_value(golden["rooms"].clone()).expect("rooms");
-        let ids = AttemptIds::of(&rooms);
+        let ids = AttemptIds::of(rooms.into());
         let body = Bytes::from(golden["body"].as_str().expect("a body").to_owned());
         let members = Members::scan(&body).expect("an object");
         let answer = Bytes::from(json!({"id": "x", TRANSFER: golden["handoff"]}).to_string());
@@ -46,10 +47,11 @@ fn golden_bodies_of_every_protocol() {
         let leg = decode_leg(&pair, endpoint, &members, &ids, handoff.as_ref());
         assert_eq!(text(&leg), golden["decode"], "decode of {about}");
         assert_eq!(leg.request_id.as_deref(), golden["request_id"].as_str(), "{about}");
-        seen.insert((pair.protocol(), endpoint.path()));
+        let is_stream = members.raw("stream") == Some(b"true");
+        seen.insert((pair.protocol(), endpoint.path(), is_stream));
     }
-    // Three endpoints for five protocols, one for ATOM.
-    assert_eq!(seen.len(), 16);
+    // Three endpoints for five protocols, one for ATOM, each streaming and not.
+    assert_eq!(seen.len(), 32);
 }
 
 #[test]
@@ -59,7 +61,7 @@ fn a_prefill_without_kv_to_hand_over_leaves_decode_to_itself() {
     let pair = Pair { prefill: &prefill, decode: &decode, prefill_rank: None };
     let members =
         Members::scan(&Bytes::from_static(br#"{"model":"m","kv_transfer_params":{"x":1},"n":2}"#)).expect("fine");
-    let leg = decode_leg(&pair, PdEndpoint::Chat, &members, &AttemptIds::of(&[1]), None);
+    let leg = decode_leg(&pair, PdEndpoint::Chat, &members, &AttemptIds::of(smallvec![1]), None);
     assert_eq!(text(&leg), r#"{"model":"m","n":2}"#);
 }
 
@@ -84,7 +86,7 @@ fn legs_do_not_copy_a_long_body() {
     let pair = Pair { prefill: &prefill, decode: &decode, prefill_rank: None };
     let body = Bytes::from(format!(r#"{{"model":"m","stream":true,"prompt":"{}","n":2}}"#, "x".repeat(1 << 20)));
     let members = Members::scan(&body).expect("an object");
-    let ids = AttemptIds::of(&[1]);
+    let ids = AttemptIds::of(smallvec![1]);
     for leg in [
         prefill_leg(&pair, PdEndpoint::Completions, &members, &ids),
         decode_leg(&pair, PdEndpoint::Completions, &members, &ids, None),

@@ -89,8 +89,10 @@ fn b36_a_prefill_refusal_ends_decode_and_a_failure_goes_to_another_pair_with_fre
 }
 
 /// Whether a decode request waits for KV of the prefill worker on this port.
-fn is_for(seen: &Seen, port: u16) -> bool {
-    let by_address = body_of(seen)["kv_transfer_params"]["remote_bootstrap_addr"] == format!("127.0.0.1:{port}");
+pub fn is_for(seen: &Seen, port: u16) -> bool {
+    let body = body_of(seen);
+    let by_address = body["kv_transfer_params"]["remote_bootstrap_addr"] == format!("127.0.0.1:{port}")
+        || body["bootstrap_port"] == port;
     let mori = format!("___prefill_addr_host:127.0.0.1,handshake:{port},");
     by_address || seen.header("x-request-id").is_some_and(|id| id.starts_with(&mori))
 }

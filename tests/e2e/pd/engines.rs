@@ -10,8 +10,18 @@ use loadgen::prompt::TextModel;
 
 use super::*;
 
-/// One prefill and `decodes` decode engines, fast but not instant, and a router over them.
-fn fleet(protocol: PdProtocol, ranks: u32, decodes: usize) -> (Vec<EngineHandle>, Router) {
+/// One prefill and two decode engines, fast but not instant, and a router over them.
+fn fleet(protocol: PdProtocol, ranks: u32) -> (Vec<EngineHandle>, Router) {
+    fleet_of(protocol, ranks, (1, 2), &[])
+}
+
+/// Prefill engines first.
+fn fleet_of(
+    protocol: PdProtocol,
+    ranks: u32,
+    (prefills, decodes): (usize, usize),
+    arguments: &[&str],
+) -> (Vec<EngineHandle>, Router) {
     let speed = Speed {
         step_base: Duration::from_millis(2),
         prefill_per_token: Duration::from_micros(100),
@@ -20,11 +30,11 @@ fn fleet(protocol: PdProtocol, ranks: u32, decodes: usize) -> (Vec<EngineHandle>
     let style = if protocol == PdProtocol::SglangBootstrap { EngineStyle::Sglang } else { EngineStyle::Vllm };
     let config = EngineConfig { speed, style, answer_tokens: 8, ..EngineConfig::default() };
     let half = |role, dp_size| EngineConfig { disagg: Some(Disagg::new(role, protocol)), dp_size, ..config.clone() };
-    let mut configs = vec![half(PdRole::Prefill, ranks)];
+    let mut configs: Vec<_> = (0..prefills).map(|_| half(PdRole::Prefill, ranks)).collect();
     configs.extend((0..decodes).map(|_| half(PdRole::Decode, 1)));
     let engines = Engine::start_group(configs, Arc::new(TextModel::shipped().unwrap())).unwrap();
     let records: Vec<Value> = engines.iter().map(EngineHandle::registration).collect();
-    let router = launch(&records, crate::support::router::router());
+    let router = launch(&records, crate::support::router::router().args(arguments));
     (engines, router)
 }
 
@@ -41,7 +51,7 @@ fn wait_until_idle(engines: &[EngineHandle]) {
 fn every_protocol_serves_over_engines_that_depend_on_each_other() {
     for protocol in PdProtocol::ALL {
         for ranks in [1, 2] {
-            let (engines, router) = fleet(protocol, ranks, 2);
+            let (engines, router) = fleet(protocol, ranks);
             let mut answers = Vec::new();
             for at in 0..6 {
                 let body =
@@ -79,6 +89,34 @@ fn every_protocol_serves_over_engines_that_depend_on_each_other() {
     }
 }
 
+/// Under a model-wide weight that lets the cache decide, prefill's own weight of 0 leaves its picks to load alone: equal
+/// ones are used in turn.
+#[test]
+fn prefill_has_a_cache_weight_of_its_own() {
+    for (weight, of_the_holder) in [("20", 5), ("0", 3)] {
+        let arguments = ["--kv-overlap-weight", "20", "--kv-recent-load", "off", "--kv-prefill-overlap-weight", weight];
+        let (engines, router) = fleet_of(PdProtocol::VllmNixl, 1, (2, 1), &arguments);
+        let prompt: Vec<u32> = (0..200).collect();
+        let body = json!({"model": "demo", "prompt": prompt, "max_tokens": 2}).to_string();
+        for asked in 1..=5 {
+            assert_eq!(router.post("/v1/completions", &body).status, 200);
+            router.wait_for_rest();
+            wait_until_idle(&engines);
+            // What the engines hold is what the router knows.
+            wait_until("the events are read", || {
+                engines.iter().all(|engine| {
+                    let view = router.json(&format!("/v1/admin/cache-view/{}", engine.worker_id()));
+                    view["block_count"] == engine.state().blocks_resident()
+                })
+            });
+            let computed: u64 = engines[..2].iter().map(|engine| engine.state().totals().finished).sum();
+            assert_eq!(computed, asked);
+        }
+        let most = engines[..2].iter().map(|engine| engine.state().totals().finished).max();
+        assert_eq!(most, Some(of_the_holder), "weight {weight}");
+    }
+}
+
 /// Field report B40: 500 clients that leave at random moments, over each way of pairing: no booking and no KV is left behind.
 #[test]
 fn b40_after_500_aborts_at_random_moments_nothing_is_left() {
@@ -87,7 +125,7 @@ fn b40_after_500_aborts_at_random_moments_nothing_is_left() {
     for (protocol, aborts) in
         [(PdProtocol::SglangBootstrap, 200), (PdProtocol::VllmNixl, 200), (PdProtocol::VllmMooncake, 100)]
     {
-        let (engines, router) = fleet(protocol, 2, 2);
+        let (engines, router) = fleet(protocol, 2);
         let threads: Vec<_> = (0..4)
             .map(|thread| {
                 let address = router.address;

@@ -7,6 +7,7 @@ mod legs;
 mod ranks;
 mod serial;
 mod topology;
+mod verdict;
 
 use std::io::Write;
 use std::net::SocketAddr;

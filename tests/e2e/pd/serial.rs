@@ -1,7 +1,8 @@
 //! Prefill first, then decode with what the prefill answer says: vLLM's NixlConnector and the like.
 
 use super::*;
-const HANDOFF: &str =
+
+pub const HANDOFF: &str =
     r#"{"do_remote_prefill":true,"remote_block_ids":[1,2],"remote_engine_id":"e","remote_host":"h","remote_port":1}"#;
 
 fn nixl_prefill() -> Worker {

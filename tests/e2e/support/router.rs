@@ -197,6 +197,15 @@ impl Router {
             .sum()
     }
 
+    /// What `/v1/workers` says of a worker's breaker.
+    pub fn breaker_of(&self, worker: SocketAddr) -> String {
+        let workers = self.json("/v1/workers");
+        let url = format!("http://{worker}");
+        let all = workers["workers"].as_array().expect("a list");
+        let found = all.iter().find(|it| it["url"].as_str().is_some_and(|known| known.starts_with(&url)));
+        found.unwrap_or_else(|| panic!("no {url} in {workers}"))["breaker"].as_str().expect("a state").to_owned()
+    }
+
     /// Waits until nothing is booked on any target, and checks that no number is negative meanwhile.
     pub fn wait_for_rest(&self) {
         for family in ["infera_router_inflight_requests", "infera_router_active_blocks", "infera_request_inflight"] {
