@@ -54,6 +54,13 @@ impl Endpoint {
     }
 }
 
+impl Endpoint {
+    /// Whether a worker answers it.
+    pub fn goes_to_a_worker(&self) -> bool {
+        matches!(self, Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward)
+    }
+}
+
 const CACHE_VIEW: &str = "/v1/admin/cache-view/";
 const MODELS: &str = "/v1/models/";
 

@@ -7,7 +7,6 @@
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -211,10 +210,10 @@ impl Opened {
     }
 
     /// Serves the request.
-    pub async fn closed_by(self, serve: Pin<Box<dyn Future<Output = ()> + '_>>) {
+    pub async fn closed_by(self, serve: impl Future<Output = ()>) {
         let opened = self;
         // Bound last, so that it is dropped first: what it still holds of the line is gone when that is handed over.
-        let mut serve = serve;
+        let mut serve = Box::pin(serve);
         poll_fn(|context| {
             let _at_hand = AtHand::set(&opened.line);
             serve.as_mut().poll(context)

@@ -14,7 +14,7 @@ use super::preview::Notes;
 use super::prompts::{self, Previewed, Work};
 use super::reading::Reading;
 use super::service::RouterService;
-use crate::api::{self, ApiError, Endpoint};
+use crate::api::{self, ApiError};
 use crate::index::View;
 use crate::pd::PdEndpoint;
 use crate::prompt::outline::Outline;
@@ -31,9 +31,7 @@ pub(super) async fn explain(service: &RouterService, request: Request) -> Result
     let shows_text = api::query_parameter(&request.target, "text").is_some_and(|value| value == "1");
     let request = Request { method: Method::POST, target: path, ..request };
     let endpoint = api::endpoint(&request.method, &request.target);
-    let is_routed =
-        matches!(endpoint, Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward);
-    if !is_routed {
+    if !endpoint.goes_to_a_worker() {
         return Err(ApiError::BadRequest(format!("?path={:?} is no path that goes to a worker", request.target)));
     }
     if let Some(cap) = service.shared.settings.caps.total.filter(|cap| service.shared.metrics.inflight() >= *cap) {

@@ -220,13 +220,25 @@ impl RouterService {
 }
 
 impl Service for RouterService {
+    // The exchange's future stands here as it is: in one more around it, the request would be stored once more.
     async fn call(&self, request: Request, responder: &mut Responder) {
-        match &self.access {
-            None => self.serve(request, responder).await,
-            Some(sink) => {
-                let line = access::Opened::of(sink, &request);
-                line.closed_by(Box::pin(self.serve(request, responder))).await;
+        let logged = self.access.as_ref().map(|sink| access::Opened::of(sink, &request));
+        let response = match self.admitted(&request) {
+            Ok(endpoint) if endpoint.goes_to_a_worker() => {
+                return match logged {
+                    None => exchange::serve(self, endpoint, request, responder).await,
+                    Some(line) => line.closed_by(exchange::serve(self, endpoint, request, responder)).await,
+                };
             }
+            Ok(endpoint) => Box::pin(self.local(endpoint, request)).await,
+            Err(error) => error.into_response(),
+        };
+        let answered = async {
+            answer(response, responder).await;
+        };
+        match logged {
+            None => answered.await,
+            Some(line) => line.closed_by(answered).await,
         }
     }
 
@@ -239,7 +251,8 @@ impl Service for RouterService {
 }
 
 impl RouterService {
-    async fn serve(&self, request: Request, responder: &mut Responder) {
+    /// What the request asks for, if it may.
+    fn admitted(&self, request: &Request) -> Result<Endpoint, ApiError> {
         let mut endpoint = api::endpoint(&request.method, &request.target);
         if !self.surface.answers(&endpoint) {
             endpoint = Endpoint::Unknown;
@@ -248,24 +261,13 @@ impl RouterService {
         let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics | Endpoint::Dashboard);
         if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
             self.shared.metrics.refused_key();
-            answer(ApiError::WrongKey.into_response(), responder).await;
-            return;
+            return Err(ApiError::WrongKey);
         }
-        match endpoint {
-            endpoint
-            @ (Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward) => {
-                exchange::serve(self, endpoint, request, responder).await;
-            }
-            endpoint => {
-                let response = Box::pin(self.local(endpoint, request)).await;
-                answer(response, responder).await;
-            }
-        }
+        Ok(endpoint)
     }
 }
 
-/// An answer of the router's own. The client may be gone; there is nobody left to tell.
-/// Tells whether it went out.
+/// An answer of the router's own. Tells whether it went out: the client may be gone, and there is nobody left to tell.
 pub(super) async fn answer(response: Response, responder: &mut Responder) -> bool {
     let (status, bytes) = (response.status, response.body.len());
     let is_sent = responder.send(response).await.is_ok();
