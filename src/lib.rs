@@ -32,4 +32,5 @@ pub mod inspect;
 pub mod logging;
 pub mod metrics;
 pub mod parity;
+pub mod reload;
 pub mod supervise;

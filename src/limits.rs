@@ -210,3 +210,5 @@ pub const LOG_FILTER_BYTES_MAX: usize = 4 << 10;
 pub const ACCESS_LINES_WAITING_MAX: usize = 16_384;
 /// Path, request id and model in a line of the access log, bytes each.
 pub const ACCESS_TEXT_BYTES_MAX: usize = 256;
+/// The configuration file (`--config`), bytes.
+pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;

@@ -18,9 +18,6 @@ use crate::config::LogFormat;
 /// Lines waiting to be written.
 const QUEUE_LINES: usize = 64 * 1024;
 
-/// What is logged where nothing else is asked for.
-const DEFAULT_FILTER: &str = "info";
-
 /// Keeps the writing thread; dropping it writes what is queued.
 pub struct Log {
     _writer: WorkerGuard,
@@ -53,12 +50,7 @@ impl LogFilter {
     /// # Errors
     /// What is wrong with it; the old one stays.
     pub fn set(&self, text: &str) -> Result<(), String> {
-        let text = text.trim();
-        if text.is_empty() {
-            return Err("the filter is empty; `off` logs nothing".to_owned());
-        }
-        let filter = EnvFilter::builder().parse(text).map_err(|error| format!("`{text}`: {error}"))?;
-        self.0.store(Arc::new(filter));
+        self.0.store(Arc::new(parse(text)?));
         // Call sites remember whether they are heard.
         tracing::callsite::rebuild_interest_cache();
         info!(filter = self.get(), "the log's filter was changed");
@@ -80,11 +72,23 @@ impl<S: Subscriber> Layer<S> for LogFilter {
     }
 }
 
-/// Starts logging with the filter of `RUST_LOG` (default `info`). A second call in one process has no effect.
-pub fn start(format: LogFormat) -> Log {
+/// A level, or levels by target as in `info,infera_router::parity=debug`.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn parse(text: &str) -> Result<EnvFilter, String> {
+    let text = text.trim();
+    if text.is_empty() {
+        return Err("the filter is empty; `off` logs nothing".to_owned());
+    }
+    EnvFilter::builder().parse(text).map_err(|error| format!("`{text}`: {error}"))
+}
+
+/// Starts logging. A second call in one process has no effect.
+pub fn start(format: LogFormat, filter: EnvFilter) -> Log {
     let (writer, guard) =
         NonBlockingBuilder::default().buffered_lines_limit(QUEUE_LINES).lossy(true).finish(std::io::stderr());
-    let filter = LogFilter::new(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT_FILTER)));
+    let filter = LogFilter::new(filter);
     let lines = fmt::layer().with_writer(writer).with_ansi(false);
     let registry = tracing_subscriber::registry().with(filter.clone());
     // Fails only if a subscriber is there already, and then that one stays.

@@ -4,18 +4,18 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use infera_router::access_log::AccessLog;
 use infera_router::admin::{Admin, AdminState};
-use infera_router::config::{self, Config, InspectCommand, Invocation};
+use infera_router::config::{self, Config, Effective, InspectCommand, Invocation};
 use infera_router::discovery::Discovery;
 use infera_router::ingest::self_heal::SelfHeal;
 use infera_router::ingest::{Ingest, IngestConfig};
 use infera_router::metrics::MetricsPage;
 use infera_router::prompt::pool::EncoderPool;
-use infera_router::proxy::{Lifecycle, RequestMetrics, RouterService, Shared, Steering, Surface};
+use infera_router::proxy::{Lifecycle, LiveCell, RequestMetrics, RouterService, Shared, Steering, Surface};
+use infera_router::reload::{Reload, Users};
 use infera_router::route::Policy;
 use infera_router::supervise::{self, End, Supervisor};
-use infera_router::{inspect, logging, parity};
+use infera_router::{access_log::AccessLog, inspect, logging, parity};
 use infera_shards::Engine;
 use tracing::{info, warn};
 
@@ -42,9 +42,10 @@ fn main() -> ExitCode {
 }
 
 fn serve(config: &Config) -> anyhow::Result<()> {
-    let log = logging::start(config.log_format);
+    let filter = logging::parse(&config.log_level).map_err(anyhow::Error::msg)?;
+    let log = logging::start(config.log_format, filter);
     let supervisor = Supervisor::start()?;
-    config.effective().for_each(|line| tracing::debug!("{line}"));
+    config.effective().iter().for_each(|line| tracing::debug!("{line}"));
     config.warnings.iter().for_each(|warning| warn!("{warning}"));
 
     config::raise_descriptor_limit(config.connections_max);
@@ -85,10 +86,12 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         engine_stats.clone(),
     )
     .with_prompter(prompter.clone());
-    let state = AdminState { policy: config.policy, page, settings: config.effective_json(), log: log.filter() };
+    let effective = Effective::of(config);
+    let state = AdminState { policy: config.policy, page, settings: effective.clone(), log: log.filter() };
     let admin = Admin::start(state)?;
     let shared = Arc::new(Shared {
         settings: config.request_settings(),
+        live: LiveCell::new(config.live_settings()),
         view: ingest.view.clone(),
         ledger: ingest.ledger.clone(),
         prompter,
@@ -103,6 +106,14 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     });
 
     shared.share_encoders();
+    let users = Users {
+        shared: shared.clone(),
+        discovery: discovery.control(),
+        heal: heal.as_ref(),
+        log: log.filter(),
+        effective,
+    };
+    let mut reload = Reload::new(config.clone(), users)?;
 
     let surface = if config.admin_listen.is_some() { Surface::Traffic } else { Surface::All };
     let serve = |surface: Surface| {
@@ -119,29 +130,18 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     }
     // Set once, here: the page shows the engine from now on.
     let _ = engine_stats.set(Arc::downgrade(&engine));
-    let driver = engine.driver();
-    info!(
-        address = %engine.local_addr(),
-        shards = config.shards,
-        policy = config.policy.as_str(),
-        driver = driver.name,
-        flags = driver.flags.join("+"),
-        "listening"
-    );
-
-    supervisor.ready();
-    let end = supervisor.watch(&engine, || (!ingest.is_running()).then_some("ingest"));
+    supervisor.listening(&engine, config);
+    let end = supervisor.watch(&engine, || (!ingest.is_running()).then_some("ingest"), || reload.run());
     supervisor.stopping();
     let signal = match end {
         End::Signal(signal) => signal,
         End::Lost(thread) => supervise::die_without(&thread, log),
     };
     lifecycle.drain();
-    supervisor.drain(signal, &engine, config.drain_timeout);
+    supervisor.drain(signal, &engine, reload.config().drain_timeout);
     drop((control, engine));
     discovery.stop();
-    drop(heal);
-    drop((shared, access_log));
+    drop((reload, heal, shared, access_log));
     admin.stop();
     ingest.stop();
     info!("stopped");

@@ -3,16 +3,19 @@
 //! `WatchdogSec`; silent without them). Never touches a request.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use infera_shards::Engine;
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{debug, info, warn};
 
+use crate::config::Config;
 use crate::logging::{self, Log};
 
 /// Exit code when a thread has ended that must not (sysexits(3): internal software error).
@@ -28,7 +31,10 @@ const CONNECTION_GRACE: Duration = Duration::from_millis(1_500);
 const LOOK_PERIOD: Duration = Duration::from_millis(250);
 
 pub struct Supervisor {
+    /// SIGINT and SIGTERM.
     signals: Receiver<i32>,
+    /// A SIGHUP that has not been answered; one that comes during the start waits for its end.
+    hangup: Arc<AtomicBool>,
     /// Silence after which the service manager restarts the process.
     watchdog: Option<Duration>,
 }
@@ -45,10 +51,12 @@ impl Supervisor {
     /// Takes over the signals. To be called before any thread is started, so that none during the start is lost.
     pub fn start() -> anyhow::Result<Self> {
         let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot install signal handlers")?;
+        let hangup = Arc::new(AtomicBool::new(false));
+        signal_hook::flag::register(SIGHUP, hangup.clone()).context("cannot install signal handlers")?;
         let (sender, receiver) = channel();
         let forward = move || signals.forever().take_while(|signal| sender.send(*signal).is_ok()).for_each(drop);
         std::thread::Builder::new().name("signals".to_owned()).spawn(forward).context("cannot start a thread")?;
-        Ok(Self { signals: receiver, watchdog: sd_notify::watchdog_enabled() })
+        Ok(Self { signals: receiver, hangup, watchdog: sd_notify::watchdog_enabled() })
     }
 
     /// Where another process serves the address, waits until this one can serve too: from the moment it listens, it gets
@@ -68,7 +76,16 @@ impl Supervisor {
     }
 
     /// The process serves.
-    pub fn ready(&self) {
+    pub fn listening(&self, engine: &Engine, config: &Config) {
+        let driver = engine.driver();
+        info!(
+            address = %engine.local_addr(),
+            shards = config.shards,
+            policy = config.policy.as_str(),
+            driver = driver.name,
+            flags = driver.flags.join("+"),
+            "listening"
+        );
         tell(&[NotifyState::Ready]);
     }
 
@@ -77,14 +94,20 @@ impl Supervisor {
         tell(&[NotifyState::Stopping]);
     }
 
-    /// Waits for a signal, or for the loss of a shard or of what `others` finds missing.
-    pub fn watch(&self, engine: &Engine, others: impl Fn() -> Option<&'static str>) -> End {
+    /// Waits for a signal, or for the loss of a shard or of what `others` finds missing. `reload` is called for each SIGHUP;
+    /// several in a moment are one.
+    pub fn watch(&self, engine: &Engine, others: impl Fn() -> Option<&'static str>, mut reload: impl FnMut()) -> End {
         let mut watchdog = self.watchdog.map(|limit| Watchdog::new(limit, Instant::now()));
         loop {
             match self.signals.recv_timeout(LOOK_PERIOD) {
                 Ok(signal) => return End::Signal(signal),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return End::Lost("signals".to_owned()),
+            }
+            if self.hangup.swap(false, Ordering::Relaxed) {
+                reloading();
+                reload();
+                tell(&[NotifyState::Ready]);
             }
             if let Some(shard) = engine.ended_shard() {
                 return End::Lost(format!("shard-{shard}"));
@@ -127,6 +150,14 @@ pub fn die_without(thread: &str, log: Log) -> ! {
     drop(log);
     logging::last_words(&anyhow::anyhow!("thread {thread} has ended by itself; the process ends with it"));
     std::process::exit(EXIT_LOST)
+}
+
+/// The service manager counts the reload as done at the next READY.
+fn reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => tell(&[NotifyState::Reloading, now]),
+        Err(error) => warn!(%error, "no clock to tell the service manager of the reload"),
+    }
 }
 
 fn tell(states: &[NotifyState<'_>]) {
@@ -210,12 +241,12 @@ mod tests {
     }
 
     fn die_of_a_lost_shard() {
-        let log = logging::start(crate::config::LogFormat::Text);
+        let log = logging::start(crate::config::LogFormat::Text, "info".parse().unwrap());
         let supervisor = Supervisor::start().unwrap();
         let engine = Engine::start(EngineConfig::new("127.0.0.1:0".parse().unwrap()), Explosive).unwrap();
         let mut client = std::net::TcpStream::connect(engine.local_addr()).unwrap();
         client.write_all(b"GET / HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
-        match supervisor.watch(&engine, || None) {
+        match supervisor.watch(&engine, || None, || {}) {
             End::Lost(thread) => die_without(&thread, log),
             End::Signal(signal) => panic!("signal {signal}"),
         }

@@ -14,7 +14,19 @@ const LAYERS: &[&[&str]] = &[
     &["route", "decode_demand", "load", "breaker"],
     &["pd", "api"],
     &["proxy"],
-    &["ingest", "discovery", "access_log", "admin", "config", "metrics", "inspect", "logging", "parity", "supervise"],
+    &[
+        "ingest",
+        "discovery",
+        "access_log",
+        "admin",
+        "config",
+        "metrics",
+        "inspect",
+        "logging",
+        "parity",
+        "reload",
+        "supervise",
+    ],
 ];
 
 /// Lines of a file without its tests.
@@ -153,7 +165,7 @@ fn banned_words_have_replacements() {
 #[test]
 fn paths_named_in_the_pages_exist() {
     let mut faults = Vec::new();
-    for page in ["README.md", "src/README.md"] {
+    for page in ["README.md", "src/README.md", "CHANGELOG.md", "tuning/README.md", "tuning/RUNBOOK.md"] {
         let text = std::fs::read_to_string(root().join(page)).unwrap_or_else(|error| panic!("{page}: {error}"));
         for quoted in text.split('`').skip(1).step_by(2) {
             let is_path = ["src/", "shards/", "tests/", "bench/", "loadgen/", "tuning/"]

@@ -108,6 +108,20 @@ pub struct UpstreamConfig {
     pub response_head_bytes_max: usize,
 }
 
+/// The timeouts that may change while shards run; see [`UpstreamConfig`]. `None` waits for ever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UpstreamTimeouts {
+    pub connect: Duration,
+    pub first_byte: Option<Duration>,
+    pub idle: Option<Duration>,
+}
+
+impl UpstreamConfig {
+    pub(crate) fn timeouts(&self) -> UpstreamTimeouts {
+        UpstreamTimeouts { connect: self.connect_timeout, first_byte: self.first_byte_timeout, idle: self.idle_timeout }
+    }
+}
+
 impl Default for UpstreamConfig {
     fn default() -> UpstreamConfig {
         UpstreamConfig {

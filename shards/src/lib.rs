@@ -27,7 +27,7 @@ pub mod time;
 mod trim;
 mod upstream;
 
-pub use config::{DriverChoice, EngineConfig, Limits, UpstreamConfig};
+pub use config::{DriverChoice, EngineConfig, Limits, UpstreamConfig, UpstreamTimeouts};
 pub use connection::{BodyObserver, ClientGone, IgnoreBody, Relay, RelayOutcome, Responder};
 pub use engine::{Engine, StartError};
 pub use http1::head::Head;

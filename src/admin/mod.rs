@@ -16,6 +16,7 @@ use infera_shards::{Completion, Response};
 use serde_json::{Value, json};
 
 use crate::api::{self, ApiError};
+use crate::config::Effective;
 use crate::limits::{CONTROL_QUEUE, LOG_FILTER_BYTES_MAX};
 use crate::logging::LogFilter;
 use crate::metrics::MetricsPage;
@@ -49,8 +50,8 @@ pub struct AdminState {
     pub policy: Policy,
     /// And with it what the other answers read.
     pub page: MetricsPage,
-    /// The settings in force, credentials left out.
-    pub settings: Value,
+    /// The settings in force.
+    pub settings: Effective,
     pub log: LogFilter,
 }
 
@@ -85,7 +86,7 @@ fn run(state: &AdminState, questions: &Receiver<Question>) {
             Err(RecvTimeoutError::Disconnected) => return,
         };
         let response = match ask {
-            ControlAsk::Config => api::json_response(StatusCode::OK, &state.settings),
+            ControlAsk::Config => api::json_response(StatusCode::OK, &state.settings.json()),
             ControlAsk::LogLevel { filter } => log_level(&state.log, filter),
             ControlAsk::Overview => overview::overview(state, &history),
             ControlAsk::Dashboard => dashboard::page(),

@@ -89,9 +89,17 @@ pub fn endpoint(method: &Method, target: &str) -> Endpoint {
         _ if path.starts_with(CACHE_VIEW) => get(Endpoint::CacheView(percent_decoded(&path[CACHE_VIEW.len()..]))),
         _ if path.starts_with(MODELS) => get(Endpoint::Model(percent_decoded(&path[MODELS.len()..]))),
         _ if path.starts_with("/v1/admin/") => Endpoint::Unknown,
-        _ if path.starts_with("/v1/") => Endpoint::Forward,
-        _ => Endpoint::Unknown,
+        _ if !path.starts_with("/v1/") || leaves_its_place(path) => Endpoint::Unknown,
+        // It would show the sender what this router adds for workers alone.
+        _ if *method == Method::TRACE => Endpoint::WrongMethod("GET, POST, DELETE"),
+        _ => Endpoint::Forward,
     }
+}
+
+/// Whether the path has a `.` or `..` segment, in any spelling. A worker, or a proxy in front of it, may resolve them: what
+/// was forwarded as `/v1/…` would come out at a path that is not for clients.
+fn leaves_its_place(path: &str) -> bool {
+    percent_decoded(path).split(['/', '\\']).any(|segment| matches!(segment, "." | ".."))
 }
 
 /// Value of one query parameter, percent-decoded; the first one wins.
@@ -140,6 +148,13 @@ mod tests {
         check(Method::GET, "/dashboard", Endpoint::Dashboard);
         check(Method::GET, "/", Endpoint::Unknown);
         check(Method::GET, "/v2/models", Endpoint::Unknown);
+        check(Method::TRACE, "/v1/embeddings", Endpoint::WrongMethod("GET, POST, DELETE"));
+        check(Method::GET, "/v1/files/.hidden", Endpoint::Forward);
+        for outside in
+            ["/v1/../flush_cache", "/v1/%2e%2E/x", "/v1/.%2e/x", "/v1/..%2fx", "/v1/./x", "/v1/x/..", "/v1/..\\x"]
+        {
+            check(Method::POST, outside, Endpoint::Unknown);
+        }
     }
 
     #[test]

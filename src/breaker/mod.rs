@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::fleet::{HealthState, HealthWord, WorkerHealth};
 
-/// `--breaker-…`; fixed for the life of the process.
+/// `--breaker-…`; a request keeps those with which its worker was picked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BreakerSettings {
     /// Consecutive faults that open a worker; 0 switches the breaker off.

@@ -1,4 +1,4 @@
-//! Options of who may use the router and what workers are shown: key files. Keys are read once, at start, and never shown.
+//! Options of who may use the router and what workers are shown: key files. Keys are read at start and at each reload, and never shown.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

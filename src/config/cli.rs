@@ -18,6 +18,12 @@ pub enum Command {
     /// Shows what the router would see, without traffic.
     #[command(subcommand)]
     Inspect(InspectCommand),
+    /// Prints a completion script for a shell.
+    Completions { shell: clap_complete::Shell },
+    /// Prints the man page.
+    Man,
+    /// Prints the reference of all options, as Markdown.
+    ConfigReference,
 }
 
 #[derive(Debug, Subcommand)]
@@ -28,9 +34,11 @@ pub enum InspectCommand {
     Events(crate::inspect::events::Args),
 }
 
-/// Everything the server takes. Precedence: flag, then environment, then default.
+/// Everything the server takes. Precedence: flag, then environment, then configuration file, then default.
 #[derive(Debug, Clone, Args)]
 pub struct ServeArgs {
+    #[command(flatten)]
+    pub source: SourceArgs,
     #[command(flatten)]
     pub listen: ListenArgs,
     #[command(flatten)]
@@ -53,6 +61,25 @@ pub struct ServeArgs {
     pub access_log: super::access_log::AccessLogArgs,
     #[command(flatten)]
     pub no_effect: NoEffectArgs,
+}
+
+/// Where the other options come from; the only ones that a configuration file cannot hold.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Configuration")]
+pub struct SourceArgs {
+    /// TOML file of options, by their names here without the dashes in front: `port = 8001`, and lists for repeatable ones.
+    /// Flags go before variables, variables before the file. Read again at SIGHUP.
+    #[arg(long, value_name = "PATH", env = "INFERA_CONFIG")]
+    pub config: Option<std::path::PathBuf>,
+    /// Check everything that can be checked without the network, print every option with its source, and end: with 0, or
+    /// with 2 where something is wrong.
+    #[arg(long)]
+    pub check_config: bool,
+}
+
+/// Options that a configuration file cannot hold.
+pub(super) fn only_outside_files(name: &str) -> bool {
+    matches!(name, "config" | "check-config" | "help" | "version")
 }
 
 #[derive(Debug, Clone, Args)]
@@ -144,8 +171,15 @@ pub struct RoutingArgs {
     /// place of the ones above.
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
     pub kv_per_worker_template_kwargs: bool,
-    /// Render a request's own `chat_template`, under limits; without it such a request is routed by load.
-    #[arg(long)]
+    /// true|false: render a request's own `chat_template`, under limits; without it such a request is routed by load.
+    #[arg(
+        long,
+        value_name = "BOOL",
+        default_value = "false",
+        num_args = 0..=1,
+        default_missing_value = "true",
+        action = clap::ArgAction::Set
+    )]
     pub allow_request_chat_template: bool,
     /// dsv4|kimi_k3: chats are rendered by this encoder, whatever the model directory says [default: as it says].
     #[arg(long, value_name = "NAME", env = "INFERA_KV_CHAT_ENCODING", default_value = "", hide_default_value = true)]
@@ -240,12 +274,23 @@ pub struct MachineArgs {
     /// auto (io_uring where it works) or epoll.
     #[arg(long, value_name = "DRIVER", default_value = "auto")]
     pub io_driver: String,
-    /// Fail when io_uring cannot be used, instead of running on epoll.
-    #[arg(long)]
+    /// true|false: fail when io_uring cannot be used, instead of running on epoll.
+    #[arg(
+        long,
+        value_name = "BOOL",
+        default_value = "false",
+        num_args = 0..=1,
+        default_missing_value = "true",
+        action = clap::ArgAction::Set
+    )]
     pub require_io_uring: bool,
     /// Log lines as text|json.
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     pub log_format: String,
+    /// What is logged: error|warn|info|debug|trace, also by target as in info,infera_router::parity=debug (differences of
+    /// rendering are explained only where that was so at the start).
+    #[arg(long, value_name = "FILTER", env = "RUST_LOG", default_value = "info")]
+    pub log_level: String,
 }
 
 /// Options that only tune a transport or backend which cannot be chosen in this build. Launchers pass them along, so
@@ -253,16 +298,22 @@ pub struct MachineArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Accepted, without effect in this build")]
 pub struct NoEffectArgs {
+    /// NATS servers.
     #[arg(long, value_name = "URL", env = "NATS_SERVER", hide_env_values = true)]
     pub nats_server: Option<String>,
+    /// Longest silence inside an answer over NATS.
     #[arg(long, value_name = "SECONDS", env = "INFERA_NATS_REQ_IDLE_TIMEOUT")]
     pub nats_req_idle_timeout_s: Option<f64>,
+    /// Longest answer over NATS.
     #[arg(long, value_name = "SECONDS", env = "INFERA_NATS_REQ_MAX_DURATION")]
     pub nats_req_max_duration_s: Option<f64>,
+    /// Requests pending over NATS.
     #[arg(long, value_name = "N", env = "INFERA_NATS_REQ_MAX_PENDING")]
     pub nats_req_max_pending: Option<u64>,
+    /// Label selector of worker pods.
     #[arg(long, value_name = "SELECTOR", env = "INFERA_K8S_LABEL_SELECTOR")]
     pub k8s_label_selector: Option<String>,
+    /// Namespace of worker pods.
     #[arg(long, value_name = "NAMESPACE")]
     pub k8s_namespace: Option<String>,
 }

@@ -1,47 +1,101 @@
-//! The settings in force and where each came from, for the log. Credentials inside URLs are left out.
+//! The settings in force and where each came from: the one place that whoever shows them asks. Credentials inside URLs are
+//! left out, and keys are in files, of which only the path is a setting.
 
 use std::fmt;
+use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
 
+use super::Config;
+use super::file::Entry;
+
 /// One option of the server.
 #[derive(Clone, PartialEq, Eq)]
-pub(super) struct Setting {
+pub struct Setting {
     /// Long name without dashes.
     pub name: String,
-    /// As given; values of a repeated option in order. Empty: not set.
-    pub values: Vec<String>,
+    /// As given; values of a repeated option in order. Empty: not set. May hold credentials.
+    pub(super) values: Vec<String>,
     pub source: Source,
-    /// The option's built-in values; compared against by `validate`.
-    pub defaults: Vec<String>,
+    /// The variable that sets it, where there is one.
+    pub variable: Option<String>,
 }
 
+/// The settings in force for whoever shows them while the router runs; follows reloads. Clones see the same.
+#[derive(Clone)]
+pub struct Effective(Arc<ArcSwap<Vec<Setting>>>);
+
+impl Effective {
+    pub fn of(config: &Config) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(config.effective().to_vec())))
+    }
+
+    /// In the order of their declaration.
+    pub fn settings(&self) -> Arc<Vec<Setting>> {
+        self.0.load_full()
+    }
+
+    /// For programs: `{"settings":[{"name","values","source"}]}`, credentials left out.
+    pub fn json(&self) -> serde_json::Value {
+        let settings = self.settings();
+        let settings = settings.iter().map(|setting| {
+            let (name, source) = (&setting.name, setting.source.to_string());
+            serde_json::json!({"name": name, "values": setting.shown().collect::<Vec<_>>(), "source": source})
+        });
+        serde_json::json!({"settings": settings.collect::<Vec<_>>()})
+    }
+
+    pub(crate) fn follow(&self, config: &Config) {
+        self.0.store(Arc::new(config.effective().to_vec()));
+    }
+}
+
+/// Where a value came from, by precedence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
+pub enum Source {
     Flag,
     Environment,
+    /// The line of the configuration file, from 1.
+    File(usize),
     Default,
 }
 
-impl Source {
-    const fn as_str(self) -> &'static str {
+impl Setting {
+    /// The values that may be shown.
+    pub fn shown(&self) -> impl Iterator<Item = String> + '_ {
+        self.values.iter().map(|value| redact(value))
+    }
+
+    /// Where to look for a value that is wrong; nothing for a flag, which is at hand, and for a default.
+    pub(super) fn place(&self, file: &str) -> Option<String> {
+        match self.source {
+            Source::Environment => self.variable.clone(),
+            Source::File(line) => Some(format!("{file}:{line}")),
+            Source::Flag | Source::Default => None,
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Source::Flag => "flag",
-            Source::Environment => "environment",
-            Source::Default => "default",
+            Source::Flag => f.write_str("flag"),
+            Source::Environment => f.write_str("environment"),
+            Source::File(line) => write!(f, "file, line {line}"),
+            Source::Default => f.write_str("default"),
         }
     }
 }
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let source = self.source.as_str();
-        if self.values.is_empty() {
-            return write!(f, "{} is not set ({source})", self.name);
+        let Setting { name, source, .. } = self;
+        match self.values.is_empty() {
+            true => write!(f, "{name} is not set ({source})"),
+            false => write!(f, "{name} = {} ({source})", self.shown().collect::<Vec<_>>().join(" ")),
         }
-        let values: Vec<_> = self.values.iter().map(|value| redact(value)).collect();
-        write!(f, "{} = {} ({source})", self.name, values.join(" "))
     }
 }
 
@@ -52,21 +106,13 @@ impl fmt::Debug for Setting {
     }
 }
 
-/// `{"settings":[{"name","values","source"}]}`, credentials left out.
-pub(super) fn json(settings: &[Setting]) -> serde_json::Value {
-    let settings = settings.iter().map(|Setting { name, values, source, .. }| {
-        let values: Vec<_> = values.iter().map(|value| redact(value)).collect();
-        serde_json::json!({"name": name, "values": values, "source": source.as_str()})
-    });
-    serde_json::json!({"settings": settings.collect::<Vec<_>>()})
-}
-
-/// Every option of `command` in the order of its declaration.
-pub(super) fn settings(command: &Command, matches: &ArgMatches) -> Vec<Setting> {
+/// Every option of `command` in the order of its declaration. `file`: what the configuration file says; clap sees it as
+/// defaults.
+pub(super) fn settings(command: &Command, matches: &ArgMatches, file: &[Entry]) -> Vec<Setting> {
     let mut settings = Vec::new();
     for argument in command.get_arguments() {
         let (Some(name), id) = (argument.get_long(), argument.get_id().as_str()) else { continue };
-        if matches!(id, "help" | "version") {
+        if matches!(id, "help" | "version" | "check_config") {
             continue;
         }
         let values = match matches.get_raw(id) {
@@ -76,10 +122,13 @@ pub(super) fn settings(command: &Command, matches: &ArgMatches) -> Vec<Setting> 
         let source = match matches.value_source(id) {
             Some(ValueSource::CommandLine) => Source::Flag,
             Some(ValueSource::EnvVariable) => Source::Environment,
-            _ => Source::Default,
+            _ => match file.iter().find(|entry| entry.name == name) {
+                Some(entry) => Source::File(entry.line),
+                None => Source::Default,
+            },
         };
-        let defaults = argument.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
-        settings.push(Setting { name: name.to_owned(), values, source, defaults });
+        let variable = argument.get_env().map(|variable| variable.to_string_lossy().into_owned());
+        settings.push(Setting { name: name.to_owned(), values, source, variable });
     }
     settings
 }

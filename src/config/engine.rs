@@ -9,7 +9,7 @@ use infera_shards::{DriverChoice, EngineConfig};
 use super::{Config, IoDriver, ShardCpus};
 use crate::limits;
 use crate::prompt::{Prompter, PrompterOptions};
-use crate::proxy::Settings;
+use crate::proxy::{LiveSettings, Settings};
 use crate::route::Policy;
 
 /// CPUs of the threads that matter; absent means: wherever the kernel likes.
@@ -101,19 +101,22 @@ impl Config {
 
     /// What the request path is to know of it all.
     pub fn request_settings(&self) -> Settings {
-        Settings {
-            policy: self.policy,
-            shards: self.shards,
+        Settings { policy: self.policy, shards: self.shards, silence: self.silence }
+    }
+
+    /// What of it may change at a reload.
+    pub fn live_settings(&self) -> LiveSettings {
+        LiveSettings {
             overlap_weight: self.kv_overlap_weight,
             host_tier_weight: self.kv_host_tier_weight,
             retries_max: self.request_retries_max,
             retry_budget_percent: self.resilience.retry_budget_percent,
             breaker: self.resilience.breaker,
             caps: self.resilience.caps,
-            silence: self.silence,
             client_keys: self.access.client_keys.clone(),
             outbound: self.access.outbound(),
             disaggregation: self.disaggregation.clone(),
+            upstream: self.upstream,
         }
     }
 

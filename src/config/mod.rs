@@ -1,11 +1,15 @@
-//! Configuration: the command line and the environment turned into one checked, typed value. Nothing is opened,
-//! bound or started here, and nothing below `main` reads a flag or a variable again.
+//! Configuration: the command line, the environment and the configuration file turned into one checked, typed value.
+//! Nothing is bound or started here, and nothing below `main` reads a flag or a variable again.
 
 mod access;
 mod access_log;
+mod check;
 pub mod cli;
 mod effective;
 mod engine;
+mod file;
+mod pages;
+mod reload;
 mod resilience;
 mod steering;
 mod validate;
@@ -16,6 +20,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::Resettable;
 use clap::{CommandFactory, FromArgMatches};
 
 use crate::access_log::AccessLogSettings;
@@ -25,7 +30,10 @@ use crate::proxy::{DisaggregationSettings, SilenceLimits, SteeringSettings};
 use crate::route::Policy;
 pub use access::Access;
 pub use cli::{Cli, Command, InspectCommand};
+pub use effective::{Effective, Setting, Source};
 pub use engine::{Placement, raise_descriptor_limit};
+pub use infera_shards::UpstreamTimeouts;
+pub use reload::Changes;
 pub use resilience::Resilience;
 
 /// Process exit code of a command line that clap refuses.
@@ -40,7 +48,7 @@ pub enum Invocation {
     Inspect(InspectCommand),
 }
 
-/// Why the process ends before it starts; also `--help` and `--version`.
+/// Why the process ends before it starts; also help, version, the pages that are printed, and the report of a check.
 #[derive(Debug)]
 pub struct Refusal {
     pub exit_code: u8,
@@ -104,19 +112,24 @@ pub struct Config {
     pub io_driver: IoDriver,
     pub require_io_uring: bool,
     pub log_format: LogFormat,
+    /// A filter that parses.
+    pub log_level: String,
     /// Absent: none.
     pub access_log: Option<AccessLogSettings>,
     /// Things the operator should know; logged once at start.
     pub warnings: Vec<String>,
-    effective: Vec<effective::Setting>,
+    effective: Vec<Setting>,
+    arguments: CommandLine,
 }
 
-/// Per upstream exchange; `None` waits for ever.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UpstreamTimeouts {
-    pub connect: Duration,
-    pub first_byte: Option<Duration>,
-    pub idle: Option<Duration>,
+/// The command line, to be read once more. `Debug` shows nothing of it: it may hold credentials.
+#[derive(Clone, Default)]
+struct CommandLine(Vec<OsString>);
+
+impl std::fmt::Debug for CommandLine {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "{} arguments", self.0.len())
+    }
 }
 
 /// `--shard-cpus`.
@@ -141,40 +154,87 @@ pub enum LogFormat {
     Json,
 }
 
-/// Parses a whole command line, program name first. Environment variables are read by clap.
+/// Parses a whole command line, program name first. Environment variables are read by clap, and the configuration file here.
 pub fn parse<I, T>(arguments: I) -> Result<Invocation, Refusal>
 where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
 {
-    let usage = |error: clap::Error| Refusal {
-        exit_code: if error.use_stderr() { EXIT_USAGE } else { 0 },
-        text: error.render().to_string(),
-    };
-    let matches = Cli::command().try_get_matches_from(arguments).map_err(usage)?;
+    let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
+    let matches = command().try_get_matches_from(&arguments).map_err(usage)?;
     let cli = Cli::from_arg_matches(&matches).map_err(usage)?;
-    if let Some(Command::Inspect(command)) = cli.command {
-        return Ok(Invocation::Inspect(command));
+    let page = |text: String| Err(Refusal { exit_code: 0, text });
+    match cli.command {
+        Some(Command::Inspect(command)) => Ok(Invocation::Inspect(command)),
+        Some(Command::Completions { shell }) => page(pages::completions(shell)),
+        Some(Command::Man) => page(pages::man()),
+        Some(Command::ConfigReference) => page(pages::reference()),
+        None if cli.serve.source.check_config => Err(check::report(load(&arguments, Names::Unresolved))),
+        None => load(&arguments, Names::Resolved).map(|config| Invocation::Serve(Box::new(config))),
     }
-    let effective = effective::settings(&Cli::command(), &matches);
-    validate::config(cli.serve, effective).map(|config| Invocation::Serve(Box::new(config))).map_err(|problems| {
-        let mut text = String::new();
-        for problem in problems {
-            text.push_str(&format!("error: {problem}\n"));
-        }
-        Refusal { exit_code: EXIT_INVALID, text }
+}
+
+/// Whether names of this host's own addresses are looked up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Names {
+    Resolved,
+    Unresolved,
+}
+
+fn usage(error: clap::Error) -> Refusal {
+    Refusal { exit_code: if error.use_stderr() { EXIT_USAGE } else { 0 }, text: error.render().to_string() }
+}
+
+/// The command line's definition. Launchers leave variables empty that they do not set, so those set nothing here.
+fn command() -> clap::Command {
+    Cli::command().mut_args(|option| {
+        let variable = option.get_env().and_then(std::env::var_os);
+        if variable.is_some_and(|value| value.is_empty()) { option.env(Resettable::Reset) } else { option }
     })
 }
 
-impl Config {
-    /// The settings in force, one `name = value (where from)` per line, credentials left out.
-    pub fn effective(&self) -> impl Iterator<Item = String> + '_ {
-        self.effective.iter().map(ToString::to_string)
+fn load(arguments: &[OsString], names: Names) -> Result<Config, Refusal> {
+    let command = command();
+    let matches = command.clone().try_get_matches_from(arguments).map_err(usage)?;
+    let path = matches.get_one::<PathBuf>("config");
+    let file = path.map(|path| file::read(path, &command)).unwrap_or_default();
+    let matches = file::with_values(command.clone(), &file.entries).try_get_matches_from(arguments).map_err(usage)?;
+    let serve = Cli::from_arg_matches(&matches).map_err(usage)?.serve;
+    let effective = effective::settings(&command, &matches, &file.entries);
+    let file_name = path.map(|path| path.display().to_string()).unwrap_or_default();
+    let place_of = |name: &str| effective.iter().find(|setting| setting.name == name)?.place(&file_name);
+    let checked = validate::config(serve, effective.clone(), names);
+    let mut problems = file.problems;
+    match checked {
+        Ok(config) if problems.is_empty() => {
+            return Ok(Config { arguments: CommandLine(arguments.to_vec()), ..config });
+        }
+        Ok(_) => {}
+        Err(more) => problems.extend(more.into_iter().map(|problem| with_places(problem, place_of))),
     }
+    let text = problems.iter().map(|problem| format!("error: {problem}\n")).collect();
+    Err(Refusal { exit_code: EXIT_INVALID, text })
+}
 
-    /// The same for programs: by option its values, as they were given, and their source.
-    pub fn effective_json(&self) -> serde_json::Value {
-        effective::json(&self.effective)
+/// A problem names its options; where their values came from is said behind it.
+fn with_places(problem: String, place_of: impl Fn(&str) -> Option<String>) -> String {
+    let is_of_name = |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit() || letter == '-';
+    let mut places: Vec<String> = Vec::new();
+    for (at, _) in problem.match_indices("--") {
+        let rest = &problem[at + 2..];
+        let name = &rest[..rest.find(|letter| !is_of_name(letter)).unwrap_or(rest.len())];
+        places.extend(place_of(name).filter(|place| !places.contains(place)));
+    }
+    match places.is_empty() {
+        true => problem,
+        false => format!("{problem} [{}]", places.join(", ")),
+    }
+}
+
+impl Config {
+    /// The settings in force, in the order of their declaration.
+    pub fn effective(&self) -> &[Setting] {
+        &self.effective
     }
 }
 

@@ -397,7 +397,7 @@ fn inspect_is_a_subcommand_with_its_own_arguments() {
 #[test]
 fn effective_settings_name_their_source_and_hide_credentials() {
     let config = config(&["--port", "9000", "--nats-server", "nats://user:pa/ss@n:4222,nats://t0ken@m:4222"]);
-    let lines: Vec<_> = config.effective().collect();
+    let lines: Vec<_> = config.effective().iter().map(ToString::to_string).collect();
     assert!(lines.contains(&"port = 9000 (flag)".to_owned()), "{lines:#?}");
     assert!(lines.contains(&"host = 0.0.0.0 (default)".to_owned()), "{lines:#?}");
     assert!(lines.contains(&"workers-file is not set (default)".to_owned()), "{lines:#?}");
@@ -427,6 +427,13 @@ fn flag_before_environment_before_default() {
     assert!(output.contains("http-req-idle-timeout-s = 7 (environment)"), "{output}");
     // A host-wide variable for a transport that is not in use is no news.
     assert!(output.contains("warnings: 0"), "{output}");
+    let output = child(&[("INFERA_HTTP_REQ_IDLE_TIMEOUT", ""), ("RUST_LOG", ""), ("INFERA_CONFIG", "")]);
+    assert!(output.contains("without flag: None") && output.contains("log-level = info (default)"), "{output}");
+    let (_file, path) = file("session-affinity = 'prefill'\nhttp-req-idle-timeout-s = 3\nlog-level = 'warn'\n");
+    let output = child(&[("INFERA_CONFIG", &path), ("INFERA_HTTP_REQ_IDLE_TIMEOUT", "7"), ("RUST_LOG", "")]);
+    assert!(output.contains("without flag: Some(7s)") && output.contains("with flag: Some(9s)"), "{output}");
+    assert!(output.contains("session-affinity = prefill (file, line 1)"), "{output}");
+    assert!(output.contains("log-level = warn (file, line 3)"), "{output}");
     let output = child(&[("INFERA_SESSION_AFFINITY", "both")]);
     assert!(output.contains("session-affinity = both (environment)"), "{output}");
     let output = child(&[("INFERA_DECODE_INPUT_DEMAND", "shadow")]);
@@ -442,9 +449,75 @@ fn print_what_a_child_sees() {
         Ok(without) => {
             println!("without flag: {:?}", without.upstream.idle);
             println!("warnings: {}", without.warnings.len());
-            println!("{}", without.effective().collect::<Vec<_>>().join("\n"));
+            println!("{}", without.effective().iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"));
             println!("with flag: {:?}", config(&["--http-req-idle-timeout-s", "9"]).upstream.idle);
         }
         Err(refusal) => println!("refused: {}", refusal.text),
     }
+}
+
+/// A configuration file, and the flags that name it.
+fn file(text: &str) -> (tempfile::NamedTempFile, String) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    let path = file.path().to_str().unwrap().to_owned();
+    (file, path)
+}
+
+fn shown(config: &Config, name: &str) -> String {
+    config.effective().iter().find(|setting| setting.name == name).unwrap().to_string()
+}
+
+#[test]
+fn a_file_stands_below_flags_and_above_defaults() {
+    let text = "port = 8001\nkv-overlap-weight = 2\nworker = ['http://h:1', 'http://h:2']\nrequire-io-uring = true\n\
+                session-affinity-header = []\n";
+    let (_file, path) = file(text);
+    let read = config(&["--config", &path]);
+    assert_eq!((read.listen.port(), read.kv_overlap_weight, read.discovery.workers.len()), (8001, 2.0, 2));
+    assert!(read.require_io_uring && read.steering.session_headers.is_empty());
+    assert_eq!(shown(&read, "port"), "port = 8001 (file, line 1)");
+    assert_eq!(shown(&read, "worker"), "worker = http://h:1 http://h:2 (file, line 3)");
+    assert_eq!(shown(&read, "drain-timeout"), "drain-timeout = 30 (default)");
+    let with_flags = config(&["--config", &path, "--port", "9", "--worker", "http://h:3", "--require-io-uring=false"]);
+    assert_eq!((with_flags.listen.port(), with_flags.discovery.workers.len()), (9, 1));
+    assert!(!with_flags.require_io_uring);
+    assert_eq!(shown(&with_flags, "port"), "port = 9 (flag)");
+}
+
+#[test]
+fn b60_mistakes_of_a_file_are_told_with_those_of_flags_all_at_once() {
+    let (_file, path) = file("prot = 1\nkv-overlap-weight = -1\n\nbreaker-cooldown-s = 90\n");
+    check_refused(
+        &["--config", &path, "--drain-timeout", "-1"],
+        EXIT_INVALID,
+        &[
+            &format!("error: {path}:1: unknown key `prot`; did you mean `port`?\n"),
+            &format!("--kv-overlap-weight must be a number of at least 0 (got -1) [{path}:2]\n"),
+            &format!("--breaker-max-cooldown-s must not be shorter than --breaker-cooldown-s [{path}:4]\n"),
+            "--drain-timeout must be a number of seconds from 0 to 315360000 (got -1)\n",
+        ],
+    );
+    check_refused(&["--config", "/nonexistent.toml"], EXIT_INVALID, &["--config /nonexistent.toml: No such file"]);
+}
+
+#[test]
+fn a_check_prints_every_option_with_its_source_and_ends() {
+    let (_file, path) = file("router-policy = 'round-robin'\nhost = 'a.name.that.nobody.looks.up'\n");
+    let arguments = ["infera-router", "--config", &path, "--check-config", "--etcd-endpoint", "h:1"];
+    let report = parse(arguments).unwrap_err();
+    assert_eq!(report.exit_code, 0, "{}", report.text);
+    for line in
+        ["router-policy = round-robin (file, line 1)\n", "etcd-endpoint = h:1 (flag)\n", "port = 8000 (default)\n"]
+    {
+        assert!(report.text.contains(line), "{line}: {}", report.text);
+    }
+    let (_workers, workers) = file(r#"[{"worker_id":"a","url":"http://h:1"}, 7]"#);
+    let report = parse(["infera-router", "--check-config", "--workers-file", &workers]).unwrap_err();
+    assert_eq!(report.exit_code, 0);
+    assert!(report.text.contains("warning: record 1 (no worker_id) skipped"), "{}", report.text);
+    let (_broken, broken) = file("[");
+    check_refused(&["--check-config", "--workers-file", &broken], 2, &["--workers-file", "not a JSON array"]);
+    check_refused(&["--check-config", "--router-tokenizer-path", &broken], 2, &["--router-tokenizer-path"]);
+    check_refused(&["--check-config", "--shards", "0", "--admin-listen", "h"], 2, &["--shards", "is not HOST:PORT"]);
 }

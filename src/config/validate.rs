@@ -9,8 +9,9 @@ use super::cli::{
     DisaggregationArgs, DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs,
 };
 use super::effective::{Setting, Source, redact};
-use super::{Config, IoDriver, LogFormat, ShardCpus, UpstreamTimeouts, worker_argument};
+use super::{CommandLine, Config, IoDriver, LogFormat, Names, ShardCpus, UpstreamTimeouts, worker_argument};
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
+use crate::logging;
 use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, PrefillRelease, RouterMode, SilenceLimits};
 use crate::route::Policy;
@@ -70,11 +71,11 @@ impl Problems {
     }
 }
 
-pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Config, Vec<String>> {
+pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names) -> Result<Config, Vec<String>> {
     let mut problems = Problems(Vec::new());
-    let listen = listen(&arguments.listen, &mut problems);
+    let listen = listen(&arguments.listen, names, &mut problems);
     let admin_listen =
-        arguments.listen.admin_listen.as_deref().and_then(|text| admin_listen(text, listen, &mut problems));
+        arguments.listen.admin_listen.as_deref().and_then(|text| admin_listen(text, listen, names, &mut problems));
     let discovery = discovery(&arguments.discovery, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
     let reads_prompts = routing.policy == Policy::KvAware && routing.tokenizer_path.is_some();
@@ -102,6 +103,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         &arguments.machine.log_format,
         &[("text", LogFormat::Text), ("json", LogFormat::Json)],
     );
+    let log_level = log_level(&arguments.machine.log_level, &mut problems);
     let access_log = super::access_log::settings(&arguments.access_log, &mut problems);
     let max_body_bytes = usize::try_from(arguments.listen.max_body_bytes).unwrap_or(usize::MAX);
     if max_body_bytes == 0 {
@@ -148,9 +150,11 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>) -> Result<Co
         io_driver,
         require_io_uring: arguments.machine.require_io_uring,
         log_format,
+        log_level,
         access_log,
         warnings,
         effective,
+        arguments: CommandLine::default(),
     })
 }
 
@@ -166,17 +170,28 @@ fn no_effect(arguments: &NoEffectArgs, effective: &[Setting]) -> Vec<String> {
     } = arguments;
     effective
         .iter()
-        .filter(|setting| setting.source == Source::Flag)
+        .filter(|setting| matches!(setting.source, Source::Flag | Source::File(_)))
         .filter(|setting| setting.name.starts_with("nats-") || setting.name.starts_with("k8s-"))
         .map(|setting| format!("--{} has no effect: this build has neither nats nor kubernetes", setting.name))
         .collect()
 }
 
-fn listen(arguments: &ListenArgs, problems: &mut Problems) -> SocketAddr {
+fn log_level(text: &str, problems: &mut Problems) -> String {
+    if let Err(problem) = logging::parse(text) {
+        problems.add(format!("--log-level {problem}; write it as in info,infera_router::parity=debug"));
+    }
+    text.to_owned()
+}
+
+fn listen(arguments: &ListenArgs, names: Names, problems: &mut Problems) -> SocketAddr {
     let host = arguments.host.trim();
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     if let Ok(ip) = bare.parse::<IpAddr>() {
         return SocketAddr::new(ip, arguments.port);
+    }
+    if names == Names::Unresolved {
+        // Nobody listens on what stands in for it.
+        return SocketAddr::from(([0, 0, 0, 0], arguments.port));
     }
     match (host, arguments.port).to_socket_addrs().map(|mut addresses| addresses.next()) {
         Ok(Some(address)) => return address,
@@ -186,7 +201,13 @@ fn listen(arguments: &ListenArgs, problems: &mut Problems) -> SocketAddr {
     SocketAddr::from(([0, 0, 0, 0], arguments.port))
 }
 
-fn admin_listen(text: &str, main: SocketAddr, problems: &mut Problems) -> Option<SocketAddr> {
+fn admin_listen(text: &str, main: SocketAddr, names: Names, problems: &mut Problems) -> Option<SocketAddr> {
+    if names == Names::Unresolved && text.parse::<SocketAddr>().is_err() {
+        if text.rsplit_once(':').is_none_or(|(host, port)| host.is_empty() || port.parse::<u16>().is_err()) {
+            problems.add(format!("--admin-listen `{text}` is not HOST:PORT"));
+        }
+        return None;
+    }
     match text.to_socket_addrs().map(|mut addresses| addresses.next()) {
         Ok(Some(address)) if address == main && address.port() != 0 => {
             problems.add(format!("--admin-listen {text} is the main address; give another port, or leave it out"));

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::Timing;
@@ -21,7 +22,8 @@ const PROBE_EVERY: Duration = Duration::from_secs(1);
 /// What every attendant needs.
 #[derive(Clone)]
 pub(super) struct Tools {
-    pub client: reqwest::Client,
+    /// Another one when the key that workers are shown changes.
+    pub client: Arc<ArcSwap<reqwest::Client>>,
     /// Caps the questions that are open at engines at a time.
     pub questions: Arc<Semaphore>,
     pub timing: Timing,
@@ -88,7 +90,7 @@ async fn question(tools: &Tools, visit: &Visit, record: &WorkerRecord, open: Ope
     let mut known: Option<Facts> = None;
     loop {
         let answer = match tools.questions.acquire().await {
-            Ok(_permit) => ask::ask(&tools.client, record, open).await,
+            Ok(_permit) => ask::ask(&tools.client.load_full(), record, open).await,
             Err(_) => return,
         };
         let longest_now = if answer.is_ok() { tools.timing.ask_again_every } else { longest };
@@ -119,7 +121,7 @@ async fn question(tools: &Tools, visit: &Visit, record: &WorkerRecord, open: Ope
 pub(super) async fn probe(tools: Tools, record: WorkerRecord) {
     loop {
         let alive = match tools.questions.acquire().await {
-            Ok(_permit) => ask::is_alive(&tools.client, &record).await,
+            Ok(_permit) => ask::is_alive(&tools.client.load_full(), &record).await,
             Err(_) => return,
         };
         if tools.queue.send(Message::Probe(record.worker_id.clone(), alive)).await.is_err() {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::registry::Message;
 use super::source::{Registration, Set};
@@ -27,7 +27,40 @@ enum Look {
     Content(Stamp, Vec<u8>),
 }
 
-pub(super) async fn run(path: PathBuf, poll: Duration, queue: mpsc::Sender<Message>, shared: Arc<Shared>) {
+/// Follows the file that `paths` names, while it names one. Every write to `paths` makes it look at once.
+pub(super) async fn run(
+    mut paths: watch::Receiver<Option<PathBuf>>,
+    poll: Duration,
+    queue: mpsc::Sender<Message>,
+    shared: Arc<Shared>,
+) {
+    loop {
+        let path = paths.borrow_and_update().clone();
+        let Some(path) = path else {
+            if paths.changed().await.is_err() {
+                return;
+            }
+            continue;
+        };
+        if follow(path, poll, &mut paths, &queue, &shared).await {
+            return;
+        }
+        // Another file's workers take the place of these ones when it has been read; no file has none.
+        let is_left = paths.borrow().is_none();
+        if is_left && queue.send(Message::Source(SourceKind::File, Set::default())).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Until another file is named; tells whether everything is over.
+async fn follow(
+    path: PathBuf,
+    poll: Duration,
+    paths: &mut watch::Receiver<Option<PathBuf>>,
+    queue: &mpsc::Sender<Message>,
+    shared: &Shared,
+) -> bool {
     let mut stamp: Option<Stamp> = None;
     let mut content: Option<Vec<u8>> = None;
     let mut trouble = String::new();
@@ -69,7 +102,7 @@ pub(super) async fn run(path: PathBuf, poll: Duration, queue: mpsc::Sender<Messa
                 }
                 tracing::info!(file = %path.display(), workers = workers.set.registrations.len(), "workers file read");
                 if queue.send(Message::Source(SourceKind::File, workers.set)).await.is_err() {
-                    return;
+                    return true;
                 }
             }
             Some(Err(problem)) => {
@@ -80,7 +113,21 @@ pub(super) async fn run(path: PathBuf, poll: Duration, queue: mpsc::Sender<Messa
                 trouble = problem;
             }
         }
-        tokio::time::sleep(poll).await;
+        // A wait that is over looks again; so does a write.
+        match tokio::time::timeout(poll, paths.changed()).await {
+            Err(_) => {}
+            Ok(Err(_)) => return true,
+            Ok(Ok(())) if paths.borrow_and_update().as_ref() == Some(&path) => stamp = None,
+            Ok(Ok(())) => return false,
+        }
+    }
+}
+
+/// The whole file, once.
+pub(super) fn read(path: &Path) -> Result<FileWorkers, String> {
+    match look(path, None)? {
+        Look::Content(_, bytes) => parse(&bytes),
+        Look::Unchanged => Err("nothing was read".to_owned()),
     }
 }
 

@@ -25,7 +25,7 @@ mod source;
 mod status;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -102,6 +102,12 @@ impl Default for Timing {
     }
 }
 
+/// Reads a workers file as the thread would, once: what it would leave out, or why nothing of the file can be used.
+pub fn check_workers_file(path: &Path) -> Result<Vec<String>, String> {
+    let workers = file::read(path)?;
+    Ok(workers.problems.into_iter().chain(workers.notes).collect())
+}
+
 /// How far discovery can be trusted right now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
@@ -139,8 +145,29 @@ pub struct Status {
     pub workers_pending: usize,
 }
 
+/// What may change while the thread runs.
+#[derive(Clone, Debug)]
+pub struct Replacement {
+    pub workers: Vec<WorkerRecord>,
+    pub workers_file: Option<PathBuf>,
+    pub authorization: Option<http::HeaderValue>,
+}
+
+/// A handle for changes; outlives the thread without harm.
+#[derive(Clone)]
+pub struct DiscoveryControl(tokio::sync::mpsc::Sender<registry::Message>);
+
+impl DiscoveryControl {
+    /// Puts the new workers and key in force, and looks at the workers file at once, whatever its age.
+    pub fn replace(&self, replacement: Replacement) {
+        // Waits where the thread is behind; fails only once it has ended, which its status says.
+        let _ = self.0.blocking_send(registry::Message::Replace(replacement));
+    }
+}
+
 /// The running discovery thread. Dropping the handle stops it.
 pub struct DiscoveryHandle {
+    control: DiscoveryControl,
     shared: std::sync::Arc<status::Shared>,
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -173,14 +200,16 @@ impl Discovery {
             .build()?;
         let shared = std::sync::Arc::new(status::Shared::new(&config));
         let (stop, stopped) = tokio::sync::oneshot::channel();
+        let (queue, messages) = tokio::sync::mpsc::channel(limits::DISCOVERY_QUEUE_MESSAGES);
+        let control = DiscoveryControl(queue.clone());
         let thread_shared = shared.clone();
         let thread = std::thread::Builder::new().name("discovery".to_owned()).spawn(move || {
             let _ended = Ended(thread_shared.clone());
-            runtime.block_on(registry::run(config, thread_shared, prompter, on_update, stopped));
+            runtime.block_on(registry::run(config, thread_shared, prompter, on_update, (queue, messages), stopped));
             // A resolver call may hang for its own long timeout; it holds nothing that matters.
             runtime.shutdown_background();
         })?;
-        Ok(DiscoveryHandle { shared, stop: Some(stop), thread: Some(thread) })
+        Ok(DiscoveryHandle { control, shared, stop: Some(stop), thread: Some(thread) })
     }
 }
 
@@ -196,6 +225,10 @@ impl Drop for Ended {
 impl DiscoveryHandle {
     pub fn status(&self) -> Status {
         self.shared.snapshot(std::time::Instant::now())
+    }
+
+    pub fn control(&self) -> DiscoveryControl {
+        self.control.clone()
     }
 
     /// A cheap handle on the status for threads that outlive this value.

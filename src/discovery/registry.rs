@@ -3,10 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use arc_swap::ArcSwap;
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
 use super::ask::{self, Open};
@@ -16,7 +18,7 @@ use super::facts::Facts;
 use super::own::is_own;
 use super::source::{Registration, Set, merge};
 use super::status::{Shared, SourceKind};
-use super::{DiscoveryConfig, etcd::EtcdSource, file};
+use super::{DiscoveryConfig, Replacement, etcd::EtcdSource, file};
 use crate::fleet::{DiscoveredWorker, Parity, WorkerState};
 use crate::limits;
 use crate::prompt::Prompter;
@@ -42,6 +44,8 @@ pub(super) enum Message {
     Parity(Visit, Parity, String),
     /// Whether a kept worker answered.
     Probe(String, bool),
+    /// The configuration was read again.
+    Replace(Replacement),
 }
 
 /// A worker of the merged set.
@@ -109,6 +113,8 @@ struct Registry {
     entries: BTreeMap<String, Entry>,
     visits: u64,
     published: Option<Vec<DiscoveredWorker>>,
+    /// The file that the file source looks at; every write makes it look at once.
+    workers_file: watch::Sender<Option<PathBuf>>,
 }
 
 /// Runs until `stopped` resolves.
@@ -117,22 +123,25 @@ pub(super) async fn run(
     shared: Arc<Shared>,
     prompter: Option<Arc<Prompter>>,
     on_update: impl Fn(Vec<DiscoveredWorker>),
+    (queue, mut messages): (mpsc::Sender<Message>, mpsc::Receiver<Message>),
     mut stopped: oneshot::Receiver<()>,
 ) {
     let client = match ask::client(config.timing.ask_timeout, config.authorization.as_ref()) {
-        Ok(client) => client,
+        Ok(client) => Arc::new(ArcSwap::from_pointee(client)),
         Err(error) => {
             tracing::error!("no HTTP client for asking workers: {error}");
             return;
         }
     };
-    let (queue, mut messages) = mpsc::channel(limits::DISCOVERY_QUEUE_MESSAGES);
     let questions = Arc::new(Semaphore::new(limits::ENGINE_QUESTIONS_MAX));
     let (timing, template_arguments) = (config.timing.clone(), config.template_arguments);
     let tools = Tools { client, questions, timing, queue: queue.clone(), prompter, template_arguments };
-    start_sources(&config, &shared, &queue);
-    let mut registry = Registry::new(config, shared, tools);
-    registry.take_command_line();
+    let workers_file = watch::Sender::new(config.workers_file.clone());
+    start_sources(&config, &workers_file, &shared, &queue);
+    let mut registry = Registry::new(config, shared, tools, workers_file);
+    if !registry.config.workers.is_empty() {
+        registry.take_command_line();
+    }
     registry.publish(&on_update);
     loop {
         let deadline = registry.departures.next_deadline();
@@ -160,13 +169,17 @@ pub(super) async fn run(
     }
 }
 
-fn start_sources(config: &DiscoveryConfig, shared: &Arc<Shared>, queue: &mpsc::Sender<Message>) {
-    if let Some(path) = config.workers_file.clone() {
-        let (poll, queue, shared) = (config.timing.file_poll, queue.clone(), shared.clone());
-        tokio::spawn(supervise(SourceKind::File, shared.clone(), move || {
-            file::run(path.clone(), poll, queue.clone(), shared.clone())
-        }));
-    }
+fn start_sources(
+    config: &DiscoveryConfig,
+    workers_file: &watch::Sender<Option<PathBuf>>,
+    shared: &Arc<Shared>,
+    queue: &mpsc::Sender<Message>,
+) {
+    let (poll, file_queue, file_shared) = (config.timing.file_poll, queue.clone(), shared.clone());
+    let path = workers_file.subscribe();
+    tokio::spawn(supervise(SourceKind::File, shared.clone(), move || {
+        file::run(path.clone(), poll, file_queue.clone(), file_shared.clone())
+    }));
     if let Some(etcd) = config.etcd.clone() {
         let (timing, queue, shared) = (config.timing.clone(), queue.clone(), shared.clone());
         tokio::spawn(supervise(SourceKind::Etcd, shared.clone(), move || {
@@ -203,7 +216,12 @@ fn tell_parity(worker_id: &str, parity: Parity, detail: &str) {
 }
 
 impl Registry {
-    fn new(config: DiscoveryConfig, shared: Arc<Shared>, tools: Tools) -> Self {
+    fn new(
+        config: DiscoveryConfig,
+        shared: Arc<Shared>,
+        tools: Tools,
+        workers_file: watch::Sender<Option<PathBuf>>,
+    ) -> Self {
         Registry {
             config,
             shared,
@@ -214,6 +232,7 @@ impl Registry {
             entries: BTreeMap::new(),
             visits: 0,
             published: None,
+            workers_file,
         }
     }
 
@@ -222,10 +241,25 @@ impl Registry {
             Arc::new(Registration { source: SourceKind::CommandLine, record: record.clone(), freshness: 0 })
         };
         let registrations: Vec<_> = self.config.workers.iter().map(registration).collect();
-        if !registrations.is_empty() {
-            self.sets.insert(SourceKind::CommandLine, registrations);
-            self.reconcile();
+        self.sets.insert(SourceKind::CommandLine, registrations);
+        self.reconcile();
+    }
+
+    fn replace(&mut self, replacement: Replacement) {
+        let Replacement { workers, workers_file, authorization } = replacement;
+        if authorization != self.config.authorization {
+            match ask::client(self.config.timing.ask_timeout, authorization.as_ref()) {
+                Ok(client) => self.tools.client.store(Arc::new(client)),
+                Err(error) => tracing::error!("no HTTP client with the new key: {error}; the former one stays"),
+            }
+            self.config.authorization = authorization;
         }
+        if workers != self.config.workers {
+            self.config.workers = workers;
+            self.take_command_line();
+        }
+        self.shared.has_file(workers_file.is_some());
+        self.workers_file.send_replace(workers_file);
     }
 
     fn take(&mut self, message: Message) {
@@ -239,6 +273,7 @@ impl Registry {
                 self.sets.insert(kind, set.registrations);
                 self.reconcile();
             }
+            Message::Replace(replacement) => self.replace(replacement),
             Message::Probe(id, alive) => {
                 if self.departures.probed(&id, alive) {
                     tracing::info!(worker = id, "vanished worker does not answer any more; removed");

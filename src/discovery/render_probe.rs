@@ -82,7 +82,7 @@ async fn probe(tools: &Tools, record: &WorkerRecord, prompter: &Arc<Prompter>) -
     let probes = probes(rules, &record.model_name, Some(&told));
     let mut answers = Vec::new();
     for Probe { body, .. } in &probes {
-        match tokenize(&tools.client, &url, rules, body).await {
+        match tokenize(&tools.client.load_full(), &url, rules, body).await {
             // The others would wait as long, and the round is repeated anyway.
             Tokenized::Answer(Answer::Silent) => {
                 answers.push(Answer::Silent);

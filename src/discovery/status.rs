@@ -89,6 +89,14 @@ impl Shared {
         }
     }
 
+    /// Whether there is a workers file now.
+    pub fn has_file(&self, has_file: bool) {
+        let mut health = self.lock();
+        if has_file != health.file.is_some() {
+            health.file = has_file.then(SourceHealth::default);
+        }
+    }
+
     pub fn held(&self, workers: usize) {
         self.lock().held = workers;
     }

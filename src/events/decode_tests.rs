@@ -179,6 +179,32 @@ fn b13_a_bad_event_is_skipped_by_reason_and_its_neighbours_are_applied() {
     }
 }
 
+/// Events of every length on both ways of looking for repeats, names that differ in a few bits included.
+#[test]
+fn one_name_twice_is_found_wherever_it_lies_and_never_seen_where_it_is_not() {
+    for seed in 0..300 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let length = 1 + seed as usize % 100;
+        let spread = random.u32(0..56);
+        let first = random.u64(..);
+        let mut names: Vec<u64> = (0..=length as u64).map(|at| first.wrapping_add(at << spread)).collect();
+        random.shuffle(&mut names);
+        let (from, to) = (random.usize(0..=length), random.usize(0..=length));
+        let is_twice = random.bool() && from != to;
+        if is_twice {
+            names[to] = names[from];
+        }
+        // One of them is the parent.
+        let event = serde_json::json!(["BlockStored", names[1..], names[0], vec![7; length], 1, null]);
+        let (seen, summary) = decode(&packed(serde_json::json!([1.5, [event]])));
+        assert_eq!(
+            (seen.len(), summary.skipped[SkipReason::HashTwice as usize] == 1),
+            (usize::from(!is_twice), is_twice),
+            "seed {seed}"
+        );
+    }
+}
+
 #[test]
 fn what_is_not_a_batch_is_an_error() {
     use serde_json::json;

@@ -29,30 +29,10 @@ pub struct Cursor<'a> {
     rest: &'a [u8],
 }
 
-/// How a number is spelled that begins with a given byte: where it lies in a window of 8 bytes that begin with that one.
-#[derive(Clone, Copy)]
-struct Spelling {
-    mask: u32,
-    shift: u8,
-    /// Whether [`Cursor::numbers`] reads it.
-    is_number: bool,
-}
-
-const SPELLINGS: [Spelling; 256] = {
-    let mut spellings = [Spelling { mask: 0, shift: 0, is_number: false }; 256];
-    let mut first = 0;
-    while first < 0x80 {
-        spellings[first] = Spelling { mask: 0x7f, shift: 56, is_number: true };
-        first += 1;
-    }
-    spellings[0xcc] = Spelling { mask: 0xff, shift: 48, is_number: true };
-    spellings[0xcd] = Spelling { mask: 0xffff, shift: 40, is_number: true };
-    spellings[0xce] = Spelling { mask: u32::MAX, shift: 24, is_number: true };
-    spellings
-};
-
-/// Bytes whose heads are found at once.
+/// Bytes whose heads are found at once, and the numbers that are then read: as many as are in there for certain, since a
+/// number of them that differs from time to time would cost as much as they do. Two places are lost to shifting.
 const WINDOW: usize = 64;
+const STEPS: usize = (WINDOW - 2) / 5;
 
 impl<'a> Cursor<'a> {
     pub fn new(payload: &'a [u8]) -> Self {
@@ -93,28 +73,34 @@ impl<'a> Cursor<'a> {
     pub fn head(&mut self) -> Result<Head<'a>, BatchError> {
         let (&first, rest) = self.rest.split_first().ok_or(BatchError::Truncated)?;
         self.rest = rest;
-        Ok(match Marker::from_u8(first) {
-            Marker::FixPos(value) => Head::Unsigned(u64::from(value)),
-            Marker::U8 => Head::Unsigned(u64::from(u8::from_be_bytes(self.number()?))),
-            Marker::U16 => Head::Unsigned(u64::from(u16::from_be_bytes(self.number()?))),
-            Marker::U32 => Head::Unsigned(u64::from(u32::from_be_bytes(self.number()?))),
-            Marker::U64 => Head::Unsigned(u64::from_be_bytes(self.number()?)),
-            Marker::FixNeg(value) => signed(i64::from(value)),
-            Marker::I8 => signed(i64::from(i8::from_be_bytes(self.number()?))),
-            Marker::I16 => signed(i64::from(i16::from_be_bytes(self.number()?))),
-            Marker::I32 => signed(i64::from(i32::from_be_bytes(self.number()?))),
-            Marker::I64 => signed(i64::from_be_bytes(self.number()?)),
-            Marker::Null => Head::Nil,
-            Marker::False => Head::Bool(false),
-            Marker::True => Head::Bool(true),
-            Marker::FixStr(length) => Head::Str(self.take(usize::from(length))?),
-            Marker::FixArray(length) => Head::Array(usize::from(length)),
-            Marker::FixMap(length) => Head::Map(usize::from(length)),
-            marker => return self.long_head(marker),
+        Ok(match first {
+            0..0x80 => Head::Unsigned(u64::from(first)),
+            0x80..0x90 => Head::Map(usize::from(first & 0x0f)),
+            0x90..0xa0 => Head::Array(usize::from(first & 0x0f)),
+            0xa0..0xc0 => Head::Str(self.take(usize::from(first & 0x1f))?),
+            0xe0.. => Head::Negative(i64::from(first as i8)),
+            _ => return self.long_head(Marker::from_u8(first)),
         })
     }
 
     fn long_head(&mut self, marker: Marker) -> Result<Head<'a>, BatchError> {
+        Ok(match marker {
+            Marker::Null => Head::Nil,
+            Marker::False => Head::Bool(false),
+            Marker::True => Head::Bool(true),
+            Marker::U8 => Head::Unsigned(u64::from(u8::from_be_bytes(self.number()?))),
+            Marker::U16 => Head::Unsigned(u64::from(u16::from_be_bytes(self.number()?))),
+            Marker::U32 => Head::Unsigned(u64::from(u32::from_be_bytes(self.number()?))),
+            Marker::U64 => Head::Unsigned(u64::from_be_bytes(self.number()?)),
+            Marker::I8 => signed(i64::from(i8::from_be_bytes(self.number()?))),
+            Marker::I16 => signed(i64::from(i16::from_be_bytes(self.number()?))),
+            Marker::I32 => signed(i64::from(i32::from_be_bytes(self.number()?))),
+            Marker::I64 => signed(i64::from_be_bytes(self.number()?)),
+            marker => return self.sized_head(marker),
+        })
+    }
+
+    fn sized_head(&mut self, marker: Marker) -> Result<Head<'a>, BatchError> {
         let length = match marker {
             Marker::Str8 | Marker::Bin8 | Marker::Ext8 => self.length8()?,
             Marker::Str16 | Marker::Bin16 | Marker::Ext16 | Marker::Array16 | Marker::Map16 => self.length16()?,
@@ -150,40 +136,28 @@ impl<'a> Cursor<'a> {
     pub fn numbers(&mut self, length: usize, out: &mut Vec<u32>) {
         let mut rest = self.rest;
         let start = out.len();
-        // Every value takes a byte at least, so this allocates by what is there, not by what is claimed.
+        // Every value takes a byte at least, so this allocates by what is there, not by what is claimed. A window writes
+        // before it knows how many of its values count.
         let wanted = length.min(rest.len());
-        out.resize(start + wanted, 0);
+        out.resize(start + wanted + STEPS, 0);
         let mut read = 0;
-        while read < wanted
-            && let Some(window) = rest.first_chunk::<{ WINDOW + 8 }>()
-        {
-            let (numbers, bytes) = window_numbers(window, &mut out[start + read..]);
-            read += numbers;
-            rest = &rest[bytes..];
-            // Full, or stopped by another value; both are for the plain way to find out.
-            if bytes < WINDOW {
-                break;
+        while read < wanted {
+            let window = rest.first_chunk::<{ WINDOW + 8 }>().zip(out[start + read..].first_chunk_mut::<STEPS>());
+            if let Some((window, slots)) = window {
+                let (numbers, bytes) = window_numbers(window, slots, wanted - read);
+                read += numbers;
+                rest = &rest[bytes..];
+                if numbers == STEPS || read == wanted {
+                    continue;
+                }
             }
+            // Near the end of the payload there is no window, and what stops one is not always the end of the numbers.
+            let Some((number, tail)) = plain_number(rest) else { break };
+            out[start + read] = number;
+            read += 1;
+            rest = tail;
         }
         out.truncate(start + read);
-        // Near the end of the payload there is no window.
-        for _ in read..length {
-            match rest {
-                [0xcd, high, low, tail @ ..] => {
-                    out.push(u32::from(u16::from_be_bytes([*high, *low])));
-                    rest = tail;
-                }
-                [0xce, a, b, c, d, tail @ ..] => {
-                    out.push(u32::from_be_bytes([*a, *b, *c, *d]));
-                    rest = tail;
-                }
-                [value @ 0..0x80, tail @ ..] | [0xcc, value, tail @ ..] => {
-                    out.push(u32::from(*value));
-                    rest = tail;
-                }
-                _ => break,
-            }
-        }
         self.rest = rest;
     }
 
@@ -223,46 +197,67 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Reads numbers that begin in the first [`WINDOW`] bytes into `out`; returns how many there are, and their bytes: at least
-/// [`WINDOW`] unless `out` is full or another value comes.
-///
-/// Where a number begins follows from the one before, and that chain is all that costs time here. So it is kept to shifts
-/// of three masks in registers: a load of the head byte would be three times as long. What the numbers are is read beside it.
-#[inline]
-fn window_numbers(window: &[u8; WINDOW + 8], out: &mut [u32]) -> (usize, usize) {
-    let (heads, _) = window.split_first_chunk::<WINDOW>().expect("a window is longer than its heads");
-    let [one, two, four] = head_masks(heads);
-    let mut at = 0;
-    let mut read = 0;
-    for slot in out {
-        if at >= WINDOW {
-            break;
-        }
-        let bytes = window[at..].first_chunk::<8>().expect("8 bytes follow the last head");
-        let word = u64::from_be_bytes(*bytes);
-        let spelling = SPELLINGS[(word >> 56) as usize];
-        if !spelling.is_number {
-            break;
-        }
-        *slot = (word >> spelling.shift) as u32 & spelling.mask;
-        at += 1 + (one >> at & 1) as usize + (two >> at & 1) as usize * 2 + (four >> at & 1) as usize * 4;
-        read += 1;
-    }
-    (read, at)
+/// One number of at most 32 bits in a usual spelling, and what follows it.
+fn plain_number(bytes: &[u8]) -> Option<(u32, &[u8])> {
+    Some(match bytes {
+        [0xcd, high, low, tail @ ..] => (u32::from(u16::from_be_bytes([*high, *low])), tail),
+        [0xce, a, b, c, d, tail @ ..] => (u32::from_be_bytes([*a, *b, *c, *d]), tail),
+        [value @ 0..0x80, tail @ ..] | [0xcc, value, tail @ ..] => (u32::from(*value), tail),
+        _ => return None,
+    })
 }
 
-/// One bit for each byte that would be the head of a number of one, of two and of four bytes.
+/// Reads [`STEPS`] numbers into `out`, or fewer: at most `wanted`, and up to the first value that is not of one, three or five
+/// bytes. Returns how many there are, and their bytes.
+///
+/// Where a number begins follows from the one before, and that chain is all that costs time here. So it is kept to three steps
+/// in registers: the masks lie so that their bits at hand, together, are the number of bytes after the head. (A load of the
+/// head byte would be twice as long, and a third mask, for ids from 128 to 255, a step more.) All else is beside the chain
+/// or after it: any other value is read as if it were of one byte, and then does not count.
+#[inline]
+fn window_numbers(window: &[u8; WINDOW + 8], out: &mut [u32; STEPS], wanted: usize) -> (usize, usize) {
+    /// By the bytes after the head: what is a number's own of the four bytes that it ends with.
+    const OWN: [u32; 8] = [0xff, 0, 0xffff, 0, u32::MAX, 0, 0, 0];
+    let (bytes, _) = window.split_first_chunk::<WINDOW>().expect("a window is longer than its heads");
+    let [two, four, other] = head_masks(bytes);
+    let (mut twos, mut fours) = (two << 1, four << 2);
+    let (mut at, mut heads) = (0, 0u64);
+    for slot in out {
+        heads |= 1 << at;
+        let further = (twos & 2 | fours & 4) as usize;
+        (twos, fours) = (twos >> 1 >> further, fours >> 1 >> further);
+        let number = window[at % WINDOW..].first_chunk::<8>().expect("8 bytes follow the last head");
+        let end = u64::from_be_bytes(*number).rotate_left(8 + 8 * further as u32);
+        *slot = end as u32 & OWN[further];
+        at += 1 + further;
+    }
+    if wanted >= STEPS && heads & other == 0 {
+        return (STEPS, at);
+    }
+    let mut left = heads;
+    let mut read = 0;
+    while read < wanted && left != 0 && other >> left.trailing_zeros() & 1 == 0 {
+        left &= left - 1;
+        read += 1;
+    }
+    (read, if left == 0 { at } else { left.trailing_zeros() as usize })
+}
+
+/// One bit for each byte that would be the head of a number with two and with four bytes after it, and of neither these nor a
+/// number of one byte.
 #[inline]
 fn head_masks(bytes: &[u8; WINDOW]) -> [u64; 3] {
-    let heads = [0xcc, 0xcd, 0xce].map(u8x16::splat);
+    let heads = [0xcd, 0xce].map(u8x16::splat);
     let mut masks = [0; 3];
     for (at, sixteen) in bytes.as_chunks::<16>().0.iter().enumerate() {
         let vector = u8x16::new(*sixteen);
-        for (mask, head) in masks.iter_mut().zip(heads) {
-            *mask |= u64::from(vector.simd_eq(head).to_bitmask()) << (16 * at);
+        let found = [vector.simd_eq(heads[0]), vector.simd_eq(heads[1]), vector];
+        for (mask, bits) in masks.iter_mut().zip(found) {
+            *mask |= u64::from(bits.to_bitmask()) << (16 * at);
         }
     }
-    masks
+    let [two, four, high] = masks;
+    [two, four, high & !(two | four)]
 }
 
 /// Non-negative values are one variant, whatever width or signedness the wire used.

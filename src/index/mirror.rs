@@ -10,7 +10,7 @@ use super::names::{Entry, Names, State};
 use super::orphans::Orphans;
 use super::tombstones::Tombstones;
 use super::tree::{Place, Tiers, Tree};
-use crate::events::{CopyKey, EngineHash, Event, Stored};
+use crate::events::{CopyKey, EngineHash, Event, Medium, Stored};
 use crate::hash::{self, BlockHash, ROOT};
 
 /// Stores from the root that are remembered of one message.
@@ -229,19 +229,30 @@ impl Mirror {
         // A name may leave its former place meanwhile, and what nobody holds yet would be cut off with that.
         tree.pin(first);
         let state = if self.orphans.is_empty() { self.copies.state_of_one(copy) } else { None };
-        for (at, engine) in names.iter().enumerate() {
-            let place = first.further(at);
-            let Some(state) = state else {
-                self.bind(tree, *engine, place, copy);
-                continue;
-            };
-            match self.names.find_or_insert(*engine, place, state) {
-                None => self.appear(tree, place, self.copies.tiers(*engine, state)),
-                Some(entry) => self.bind_again(tree, *engine, entry, place, copy),
+        if let Some(state) = state {
+            self.bind_mostly_new(tree, names, first, copy, state);
+        } else {
+            for (at, engine) in names.iter().enumerate() {
+                self.bind(tree, *engine, first.further(at), copy);
             }
         }
         self.flush(tree);
         tree.unpin(first);
+    }
+
+    /// The same where no name can be an orphan's; `state` is that of a name with this copy only. Names that are new show
+    /// their blocks together.
+    fn bind_mostly_new(&mut self, tree: &mut Tree, names: &[EngineHash], first: Place, copy: CopyKey, state: State) {
+        let tiers = Tiers { device: copy.medium == Medium::DEVICE, any: true };
+        let mut shown = 0;
+        for (at, engine) in names.iter().enumerate() {
+            if let Some(entry) = self.names.find_or_insert(*engine, first.further(at), state) {
+                self.appear(tree, first.further(shown), (at - shown) as u32, tiers);
+                self.bind_again(tree, *engine, entry, first.further(at), copy);
+                shown = at + 1;
+            }
+        }
+        self.appear(tree, first.further(shown), (names.len() - shown) as u32, tiers);
     }
 
     /// Blocks whose first parent is not known. One that has a name all the same is its own anchor.
@@ -291,7 +302,7 @@ impl Mirror {
                 let state = self.copies.add(engine, 0, copy);
                 self.names.insert(engine, place, state);
                 let tiers = self.copies.tiers(engine, state);
-                self.appear(tree, place, tiers);
+                self.appear(tree, place, 1, tiers);
             }
             Some(entry) => self.bind_again(tree, engine, entry, place, copy),
         }
@@ -318,7 +329,7 @@ impl Mirror {
         } else {
             self.names.insert(engine, place, state);
             let tiers = self.copies.tiers(engine, state);
-            self.appear(tree, place, tiers);
+            self.appear(tree, place, 1, tiers);
         }
     }
 
@@ -330,30 +341,30 @@ impl Mirror {
         self.names.set(entry, place, state);
         let tiers = self.copies.tiers(engine, state);
         if former == place {
-            self.appear(tree, place, tiers.without(before));
+            self.appear(tree, place, 1, tiers.without(before));
             return;
         }
         // First held at the new place, then released at the old: the other way round, a place not held yet might go.
-        self.appear(tree, place, tiers);
+        self.appear(tree, place, 1, tiers);
         self.flush(tree);
         self.release(former, before);
         self.drop_gone(tree);
     }
 
-    /// A name has come to show its block in `tiers`; the tree learns it with the neighbours.
-    fn appear(&mut self, tree: &mut Tree, place: Place, tiers: Tiers) {
-        if tiers.is_none() {
+    /// Names have come to show `count` consecutive blocks in `tiers`; the tree learns it with the neighbours.
+    fn appear(&mut self, tree: &mut Tree, place: Place, count: u32, tiers: Tiers) {
+        if count == 0 || tiers.is_none() {
             return;
         }
         if let Some(fresh) = &mut self.fresh {
             let last = Place(fresh.place.0 + fresh.count - 1);
             if fresh.tiers == tiers && last.is_followed_by(place) {
-                fresh.count += 1;
+                fresh.count += count;
                 return;
             }
         }
         self.flush(tree);
-        self.fresh = Some(Stretch { place, count: 1, tiers });
+        self.fresh = Some(Stretch { place, count, tiers });
     }
 
     fn flush(&mut self, tree: &mut Tree) {

@@ -5,10 +5,11 @@
 //! in one table under the hash of their first block, and a walk finds the next strand by the next block of the query. A
 //! branch cuts nothing, and neither do holders that differ: each strand says which slots hold which stretch of it.
 //!
-//! What a (worker, block) membership costs, in bytes: name and place in the mirror 12.8, at a filling of 67 to 78 % 16 to
-//! 19; and each distinct block its hash, 8, at a filling of 80 to 100 %.
+//! What a (worker, block) membership costs, in bytes: name and place in the mirror 12.8, at a filling of 58 to 78 % 16 to
+//! 22; and each distinct block its hash, 8, at a filling of 80 to 100 %.
 
 mod copies;
+mod firsts;
 mod hashes;
 pub mod holders;
 pub mod mirror;

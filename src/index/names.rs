@@ -4,7 +4,7 @@
 //! Buckets of one cache line hold five entries each; a full bucket spills into the next and counts what it has spilled, and
 //! a removal brings back what was spilled. So a bucket that counts any is full, most lookups touch one line, and those of
 //! unknown names two. (Without the bringing back, entries that lie away from home beside free places would make the search
-//! for an unknown name longer with every turnover, to dozens of lines.) Capacity grows by a sixth, not by doubling:
+//! for an unknown name longer with every turnover, to dozens of lines.) Capacity grows by a third or a sixth, not by doubling:
 //! half-empty tables would be the largest part of the index. Refused: fingerprints instead of whole names (4 bytes less per
 //! entry): two names of one rank would be taken for each other once in some hours of a storm.
 
@@ -18,8 +18,12 @@ const CHUNK: usize = 64;
 /// Largest filling, in entries per 100 places.
 const FULL_PERCENT: usize = 78;
 /// Below this filling the table is made smaller, to the next one.
-const LOW_PERCENT: usize = 60;
-const MIDDLE_PERCENT: usize = 69;
+const LOW_PERCENT: usize = 55;
+const MIDDLE_PERCENT: usize = 67;
+/// What a full table grows by: a third of itself while nothing is removed, since then more is likely to come and every
+/// growth moves all entries; else a sixth, since a cache that is full turns over and hardly grows.
+const FILLING_PART: usize = 3;
+const STEADY_PART: usize = 6;
 const SPILLED_MAX: u32 = 0xff;
 /// [`Bucket::taken`] of a full bucket.
 const TAKEN_ALL: u32 = 0x1_1111;
@@ -78,10 +82,11 @@ impl Bucket {
         lowest(!self.taken() & TAKEN_ALL)
     }
 
+    /// Fills a free place.
     fn put(&mut self, entry: usize, name: u64, place: u32, state: State) {
         self.names[entry] = name;
         self.places[entry] = place;
-        self.set_state(entry, state);
+        self.control |= u32::from(state) << (8 + 4 * entry);
     }
 
     fn entries(&self) -> impl Iterator<Item = usize> + '_ {
@@ -104,15 +109,26 @@ pub struct Entry {
     entry: usize,
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Names {
     chunks: Vec<Box<Chunk>>,
     /// Buckets of all chunks, also of those that a resize has still to come to.
     buckets: usize,
     length: usize,
+    /// Whether nothing has been removed since the table was made or last resized.
+    is_filling: bool,
 }
 
 type Chunk = [Bucket; CHUNK];
+
+/// Name, place and state of one entry.
+type Item = (u64, u32, State);
+
+impl Default for Names {
+    fn default() -> Self {
+        Self { chunks: Vec::new(), buckets: 0, length: 0, is_filling: true }
+    }
+}
 
 impl Names {
     #[cfg(test)]
@@ -195,7 +211,8 @@ impl Names {
         let wanted = (self.length + more) * 100;
         if wanted > self.buckets * ENTRIES * FULL_PERCENT {
             let enough = wanted.div_ceil(CHUNK * ENTRIES * FULL_PERCENT);
-            self.resize(enough.max(self.chunks.len() + self.chunks.len() / 6));
+            let part = if self.is_filling { FILLING_PART } else { STEADY_PART };
+            self.resize(enough.max(self.chunks.len() + self.chunks.len() / part));
         }
     }
 
@@ -204,7 +221,7 @@ impl Names {
         assert!(state != 0, "an entry without copies is not kept");
         self.reserve(1);
         self.length += 1;
-        self.put(name.0, place.0, state);
+        self.put(Self::home(name.0, self.buckets), (name.0, place.0, state), &mut Vec::new());
     }
 
     /// The entry of a name; or, if there is none, adds it. There is room for it: see [`Names::reserve`].
@@ -212,37 +229,38 @@ impl Names {
     pub fn find_or_insert(&mut self, name: EngineHash, place: Place, state: State) -> Option<Entry> {
         assert!(state != 0 && !self.chunks.is_empty(), "room is reserved for an entry with copies");
         let home = Self::home(name.0, self.buckets);
+        let bucket = self.bucket_mut(home);
+        if let Some(entry) = bucket.find(name.0) {
+            return Some(Entry { bucket: home, entry });
+        }
+        // A bucket that has spilled is full.
+        if let Some(entry) = bucket.free() {
+            bucket.put(entry, name.0, place.0, state);
+            self.length += 1;
+            return None;
+        }
+        self.find_or_insert_beyond(home, (name.0, place.0, state))
+    }
+
+    /// The same for a name that is not in its home, which is full.
+    fn find_or_insert_beyond(&mut self, home: usize, (name, place, state): Item) -> Option<Entry> {
         let mut at = home;
-        // A bucket that has spilled is full, so nothing free is passed by. Ends, because the table is never full.
-        loop {
-            let bucket = self.bucket_mut(at);
-            if let Some(entry) = bucket.find(name.0) {
+        // Ends, because the table is never full.
+        while self.bucket(at).spilled() > 0 {
+            at = self.after(at);
+            if let Some(entry) = self.bucket(at).find(name) {
                 return Some(Entry { bucket: at, entry });
             }
-            if bucket.spilled() == 0 {
-                break;
-            }
-            at = self.after(at);
         }
-        let entry = loop {
-            if let Some(entry) = self.bucket(at).free() {
-                break entry;
-            }
-            at = self.after(at);
-        };
-        self.bucket_mut(at).put(entry, name.0, place.0, state);
         self.length += 1;
-        let mut passed = home;
-        while passed != at {
-            self.bucket_mut(passed).spill();
-            passed = self.after(passed);
-        }
+        self.put(home, (name, place, state), &mut Vec::new());
         None
     }
 
-    #[inline]
-    fn put(&mut self, name: u64, place: u32, state: State) {
-        let mut at = Self::home(name, self.buckets);
+    /// Puts a name that is not there into the first free place from `home` on. A table that is being built has its first
+    /// chunks only; the next ones come from `spare`.
+    fn put(&mut self, home: usize, (name, place, state): Item, spare: &mut Vec<Box<Chunk>>) {
+        let mut at = home;
         // Ends, because the table is never full.
         loop {
             let bucket = self.bucket_mut(at);
@@ -251,6 +269,9 @@ impl Names {
             }
             bucket.spill();
             at = self.after(at);
+            if at / CHUNK == self.chunks.len() {
+                self.chunks.push(spare.pop().unwrap_or_else(empty));
+            }
         }
     }
 
@@ -264,6 +285,7 @@ impl Names {
             hole = self.bring_back(entry);
         }
         self.length -= 1;
+        self.is_filling = false;
         if self.chunks.len() > 1 && self.length * 100 < self.buckets * ENTRIES * LOW_PERCENT {
             self.resize(self.length * 100 / (CHUNK * ENTRIES * MIDDLE_PERCENT) + 1);
         }
@@ -308,21 +330,31 @@ impl Names {
     /// was read is the next one to be written: a table that grows takes what it grows by and no more, and what it writes
     /// is in the nearest cache.
     fn resize(&mut self, chunks: usize) {
-        let former = std::mem::take(&mut self.chunks);
+        let former = std::mem::replace(&mut self.chunks, Vec::with_capacity(chunks));
+        let former_count = former.len();
         self.buckets = chunks * CHUNK;
-        let mut spare = Vec::new();
-        let mut deferred = Vec::new();
-        for mut chunk in former {
+        self.is_filling = true;
+        let (mut spare, mut deferred) = (Vec::new(), Vec::new());
+        for (at, mut chunk) in former.into_iter().enumerate() {
+            // As far as the homes of what lies in this chunk.
+            let reach = ((at + 1) * chunks).div_ceil(former_count);
+            while self.chunks.len() < reach {
+                self.chunks.push(spare.pop().unwrap_or_else(empty));
+            }
             for bucket in chunk.iter() {
                 for entry in bucket.entries() {
-                    let (name, place, state) = (bucket.names[entry], bucket.places[entry], bucket.state(entry));
-                    let home = Self::home(name, self.buckets);
-                    // The old table's last entries may have spilled over its end into the first bucket.
-                    if home / CHUNK > self.chunks.len() + 1 {
-                        deferred.push((name, place, state));
+                    let item = (bucket.names[entry], bucket.places[entry], bucket.state(entry));
+                    let home = Self::home(item.0, self.buckets);
+                    let Some(chunk) = self.chunks.get_mut(home / CHUNK) else {
+                        // The old table's last entries may have spilled over its end into the first bucket.
+                        deferred.push((home, item));
                         continue;
+                    };
+                    let bucket = &mut chunk[home % CHUNK];
+                    match bucket.free() {
+                        Some(free) => bucket.put(free, item.0, item.1, item.2),
+                        None => self.put(home, item, &mut spare),
                     }
-                    self.put_growing(home, name, place, state, &mut spare);
                 }
             }
             *chunk = [Bucket::default(); CHUNK];
@@ -331,22 +363,8 @@ impl Names {
         while self.chunks.len() < chunks {
             self.chunks.push(spare.pop().unwrap_or_else(empty));
         }
-        deferred.into_iter().for_each(|(name, place, state)| self.put(name, place, state));
-    }
-
-    /// Puts an entry into a table that has its first chunks only; the next ones come from `spare`.
-    fn put_growing(&mut self, home: usize, name: u64, place: u32, state: State, spare: &mut Vec<Box<Chunk>>) {
-        let mut at = home;
-        loop {
-            while self.chunks.len() <= at / CHUNK {
-                self.chunks.push(spare.pop().unwrap_or_else(empty));
-            }
-            let bucket = self.bucket_mut(at);
-            if let Some(entry) = bucket.free() {
-                return bucket.put(entry, name, place, state);
-            }
-            bucket.spill();
-            at = self.after(at);
+        for (home, item) in deferred {
+            self.put(home, item, &mut spare);
         }
     }
 

@@ -8,8 +8,7 @@
 
 use std::sync::Arc;
 
-use hashbrown::HashMap;
-
+use super::firsts::Firsts;
 use super::hashes::Hashes;
 use super::snapshot::{Node, Snapshot};
 use super::spans::{Changed, Spans};
@@ -90,7 +89,7 @@ pub struct Tree {
     strands: Vec<Option<Strand>>,
     free: Vec<u32>,
     /// Strand by its first block.
-    firsts: HashMap<BlockHash, u32>,
+    firsts: Firsts,
     /// Strands that have changed or come since the last publication, and first blocks of published ones that have gone.
     touched: Vec<u32>,
     gone: Vec<BlockHash>,
@@ -122,7 +121,7 @@ impl Tree {
     pub fn strand_bytes(&self) -> usize {
         let strands = self.strands.iter().flatten();
         let hashes: usize = strands.map(|strand| size_of::<Node>() + 8 * strand.node.hashes.capacity()).sum();
-        hashes + self.strands.capacity() * size_of::<Option<Strand>>() + self.firsts.capacity() * 16
+        hashes + self.strands.capacity() * size_of::<Option<Strand>>() + self.firsts.bytes()
     }
 
     /// Whether a publication would show anything new.
@@ -167,7 +166,7 @@ impl Tree {
     /// good until the next release, unless it is held or pinned before.
     pub fn child(&mut self, parent: Option<Place>, block: BlockHash, is_plain: bool, more: usize) -> Option<Place> {
         let Some(parent) = parent else {
-            let known = self.firsts.get(&block).map(|id| Place::new(*id, 0));
+            let known = self.firsts.get(block).map(|id| Place::new(id, 0));
             return known.or_else(|| self.add_strand(block, is_plain, more));
         };
         let strand = self.strand(parent.strand());
@@ -176,8 +175,8 @@ impl Tree {
         if next < length && strand.node.hashes.get(next) == block {
             return Some(Place::new(parent.strand(), next as u32));
         }
-        if let Some(id) = self.firsts.get(&block) {
-            return Some(Place::new(*id, 0));
+        if let Some(id) = self.firsts.get(block) {
+            return Some(Place::new(id, 0));
         }
         if next == length && length < RUN_BLOCKS_MAX && strand.is_plain == is_plain {
             self.append(parent.strand(), &[block], more);
@@ -205,7 +204,7 @@ impl Tree {
             return Some((place, 1 + known));
         }
         let fresh = rest[known..].iter().take(RUN_BLOCKS_MAX - length);
-        let fresh = fresh.take_while(|block| !self.firsts.contains_key(*block)).count();
+        let fresh = fresh.take_while(|block| self.firsts.get(**block).is_none()).count();
         if fresh > 0 {
             self.append(place.strand(), &rest[known..known + fresh], more + rest.len() - known - fresh);
         }
@@ -357,7 +356,7 @@ impl Tree {
         }
         let Some(strand) = self.strands[id as usize].take() else { return };
         let first = strand.node.hashes.get(0);
-        self.firsts.remove(&first);
+        self.firsts.remove(first);
         if strand.is_published {
             self.gone.push(first);
         }
@@ -367,9 +366,7 @@ impl Tree {
 
     /// Gives memory back after a shrinkage; far below full, so that a steady state never rebuilds.
     fn shrink(&mut self) {
-        if self.firsts.capacity() > 1024 && self.firsts.len() < self.firsts.capacity() / 8 {
-            self.firsts.shrink_to(self.firsts.len() * 2);
-        }
+        self.firsts.shrink();
         // Looked at once in a thousand, because the free list is rebuilt as a whole.
         if self.free.len() % 1024 == 1023 && self.free.len() * 4 > self.strands.len() * 3 {
             while self.strands.last().is_some_and(Option::is_none) {
@@ -402,7 +399,7 @@ impl Tree {
                 continue;
             };
             let node = &strand.node;
-            assert_eq!(self.firsts.get(&node.hashes.get(0)), Some(&(id as u32)));
+            assert_eq!(self.firsts.get(node.hashes.get(0)), Some(id as u32));
             assert!(node.length > 0 && node.any().covered() <= node.length && node.length as usize <= RUN_BLOCKS_MAX);
             assert!(strand.pins > 0 || node.any().covered() == node.length, "an unheld tail");
             assert!((0..node.length as usize).all(|at| all.insert(node.hashes.get(at))), "a block with two places");

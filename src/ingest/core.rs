@@ -9,6 +9,7 @@ use super::doorbell::Inbox;
 use super::publication::Publication;
 use super::rank::{RankState, Watching};
 use super::registry::{Rank, Registry};
+use super::release::Release;
 use super::socket::{Contexts, Subscription, rank_endpoint, receive};
 use super::{IngestConfig, IngestStats};
 use crate::events::decode::{self, Decoder};
@@ -45,6 +46,7 @@ pub(super) struct Core {
     frames: Vec<zmq::Message>,
     /// Slots whose lost batches have been asked for.
     recovering: Vec<usize>,
+    release: Release,
 }
 
 /// What a poll item stands for.
@@ -78,6 +80,7 @@ impl Core {
             published_at: None,
             frames: Vec::new(),
             recovering: Vec::new(),
+            release: Release::default(),
         }
     }
 
@@ -85,6 +88,7 @@ impl Core {
         let mut ready = Vec::new();
         while !self.inbox.stop.load(Ordering::Acquire) {
             self.stats.turns.add(1);
+            let is_busy = !ready.is_empty() || !self.inbox.ledger.is_empty();
             self.drain_ledger();
             if let Some(workers) = self.inbox.fleet.pop() {
                 self.update_fleet(workers);
@@ -101,7 +105,9 @@ impl Core {
             let replay_wait_ms = self.give_up_replays();
             let publish_wait_ms = self.publish_if_due();
             let parity_wait_ms = self.watches.turn(self.stats.now_ns());
-            let wait_ms = [replay_wait_ms, publish_wait_ms, parity_wait_ms].into_iter().filter(|wait| *wait >= 0).min();
+            let release_wait_ms = self.release_if_quiet(is_busy);
+            let waits_ms = [replay_wait_ms, publish_wait_ms, parity_wait_ms, release_wait_ms];
+            let wait_ms = waits_ms.into_iter().filter(|wait| *wait >= 0).min();
             self.wait(wait_ms.unwrap_or(-1), &mut ready);
         }
         // A request that ends after this moment still finds the queue; nobody reads the counters any more.
@@ -138,6 +144,17 @@ impl Core {
                 tracing::error!(%error, "polling the KV-event sockets failed");
                 // Whatever it is must not turn into a busy loop.
                 std::thread::sleep(std::time::Duration::from_millis(100));
+            }
+        }
+    }
+
+    /// Gives memory back when it is time to; returns how long to sleep until it may be, in ms (-1: there is none to give).
+    fn release_if_quiet(&mut self, is_busy: bool) -> i64 {
+        match self.release.turn(is_busy, Instant::now()) {
+            Err(wait_ms) => wait_ms,
+            Ok(()) => {
+                infera_shards::release_free_memory();
+                -1
             }
         }
     }
@@ -410,6 +427,9 @@ impl Core {
 
     fn update_fleet(&mut self, workers: Vec<DiscoveredWorker>) {
         let changes = self.registry.update(workers);
+        if !changes.left.is_empty() {
+            self.release.on_departure(Instant::now());
+        }
         for slot in changes.left {
             // Events still queued in the socket go with it, so nothing of a former registration comes later.
             if let Some(rank) = self.ranks.get_mut(slot.0 as usize).and_then(Option::take) {

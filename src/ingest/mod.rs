@@ -8,6 +8,7 @@ mod publication;
 mod publication_tests;
 mod rank;
 mod registry;
+mod release;
 pub mod self_heal;
 pub mod socket;
 

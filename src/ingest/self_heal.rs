@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use prometheus::{IntCounterVec, Opts, Registry};
 use tokio::sync::mpsc;
 
@@ -108,6 +109,7 @@ fn reset_url(record: &WorkerRecord) -> Option<String> {
 
 /// The running thread. Dropping it stops the thread; an ask in flight is given up.
 pub struct SelfHeal {
+    client: Arc<ArcSwap<reqwest::Client>>,
     stop: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -127,20 +129,33 @@ impl SelfHeal {
         let outcomes = IntCounterVec::new(opts, &["worker_id", "outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let headers = authorization.map(|value| (http::header::AUTHORIZATION, value.clone())).into_iter().collect();
-        let client = reqwest::Client::builder()
-            .default_headers(headers)
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
-            .timeout(SELF_HEAL_ASK_DEADLINE)
-            .pool_max_idle_per_host(0)
-            .build()?;
+        let client = Arc::new(ArcSwap::from_pointee(client_with(authorization)?));
+        let asking = client.clone();
         let (stop, stopped) = mpsc::channel(1);
         let thread = std::thread::Builder::new()
             .name("self-heal".to_owned())
-            .spawn(move || runtime.block_on(run(&view, &client, &outcomes, stopped)))?;
-        Ok(Self { stop: Some(stop), thread: Some(thread) })
+            .spawn(move || runtime.block_on(run(&view, &asking, &outcomes, stopped)))?;
+        Ok(Self { client, stop: Some(stop), thread: Some(thread) })
     }
+}
+
+impl SelfHeal {
+    /// What engines are shown from the next ask on.
+    pub fn show(&self, authorization: Option<&http::HeaderValue>) -> reqwest::Result<()> {
+        self.client.store(Arc::new(client_with(authorization)?));
+        Ok(())
+    }
+}
+
+fn client_with(authorization: Option<&http::HeaderValue>) -> reqwest::Result<reqwest::Client> {
+    let headers = authorization.map(|value| (http::header::AUTHORIZATION, value.clone())).into_iter().collect();
+    reqwest::Client::builder()
+        .default_headers(headers)
+        .no_proxy()
+        .redirect(reqwest::redirect::Policy::none())
+        .timeout(SELF_HEAL_ASK_DEADLINE)
+        .pool_max_idle_per_host(0)
+        .build()
 }
 
 impl Drop for SelfHeal {
@@ -153,7 +168,12 @@ impl Drop for SelfHeal {
     }
 }
 
-async fn run(view: &SharedView, client: &reqwest::Client, outcomes: &IntCounterVec, mut stopped: mpsc::Receiver<()>) {
+async fn run(
+    view: &SharedView,
+    client: &ArcSwap<reqwest::Client>,
+    outcomes: &IntCounterVec,
+    mut stopped: mpsc::Receiver<()>,
+) {
     let mut healer = Healer::default();
     let mut asks = tokio::task::JoinSet::new();
     let mut waiting: Vec<Ask> = Vec::new();
@@ -177,7 +197,7 @@ async fn run(view: &SharedView, client: &reqwest::Client, outcomes: &IntCounterV
             && let Some(ask) = waiting.pop()
         {
             tracing::warn!(worker_id = %ask.worker_id, url = ask.url, "KV events without a beginning: the engine is asked to forget its cache");
-            let request = client.post(&ask.url);
+            let request = client.load().post(&ask.url);
             asks.spawn(async move {
                 let outcome = request.send().await.map(|response| response.status());
                 (ask, outcome)

@@ -118,6 +118,11 @@ impl Completion {
         self.has_failed
     }
 
+    /// The data line of an error event has come to its end.
+    pub fn has_told_its_failure(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| error.is_whole)
+    }
+
     /// Whose mistake the first error event was, if one came. One that does not tell is the worker's.
     pub fn failure(&self) -> Option<StreamFailure> {
         if !self.has_failed {

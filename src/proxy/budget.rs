@@ -15,10 +15,14 @@ const RESERVE_SECONDS: u64 = 10;
 /// Retries that traffic saves up: a burst of failures after an hour without any is still a burst.
 const SAVED_MAX: u64 = 100;
 
+fn share(percent: f64) -> u64 {
+    (percent / 100.0 * RETRY as f64).round() as u64
+}
+
 /// One shard's account; never shared.
 pub(super) struct RetryBudget {
     /// What one request pays in.
-    share: u64,
+    share: Cell<u64>,
     reserve_per_ms: u64,
     saved: Cell<u64>,
     reserve: Cell<u64>,
@@ -30,7 +34,7 @@ impl RetryBudget {
     pub fn new(percent: f64, shards: usize) -> Self {
         let reserve_per_ms = RESERVE_PER_SECOND * RETRY / 1_000 / shards.max(1) as u64;
         Self {
-            share: (percent / 100.0 * RETRY as f64).round() as u64,
+            share: Cell::new(share(percent)),
             reserve_per_ms,
             saved: Cell::new(0),
             reserve: Cell::new(RESERVE_SECONDS * 1_000 * reserve_per_ms),
@@ -38,9 +42,14 @@ impl RetryBudget {
         }
     }
 
+    /// What is saved stays.
+    pub fn set_percent(&self, percent: f64) {
+        self.share.set(share(percent));
+    }
+
     /// A request pays in.
     pub fn request(&self) {
-        self.saved.set((self.saved.get() + self.share).min(SAVED_MAX * RETRY));
+        self.saved.set((self.saved.get() + self.share.get()).min(SAVED_MAX * RETRY));
     }
 
     /// Takes one retry out, if there is one.

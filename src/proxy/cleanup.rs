@@ -13,6 +13,8 @@ use http::{HeaderName, HeaderValue, Method, header};
 use infera_shards::{SendProgress, Upstream, UpstreamError, UpstreamRequest, UpstreamResponse, spawn_local, time};
 use tracing::{debug, warn};
 
+use super::keys::OutboundHeaders;
+use super::live::LiveCopy;
 use super::shared::Shared;
 use super::stages::Stage;
 use crate::fleet::Worker;
@@ -30,6 +32,7 @@ pub(super) struct ShardSide {
     pub upstream: Upstream,
     /// The shard's number: whose stage times show the legs.
     pub shard: usize,
+    pub live: LiveCopy,
 }
 
 /// One request to one worker of a pair, with everything it needs, so that it can outlive the request it serves.
@@ -50,8 +53,9 @@ pub(super) struct LegCall {
 impl LegCall {
     /// Sends and waits for the head. To be dropped with the head's arrival, which lets the bodies go.
     pub async fn send(&self) -> Result<UpstreamResponse, UpstreamError> {
-        let outbound = &self.side.shared.settings.outbound;
-        let set = self.own_headers();
+        let live = self.side.live.get();
+        let outbound = &live.outbound;
+        let set = self.own_headers(outbound);
         let request = UpstreamRequest {
             address: self.address,
             authority: &self.worker.authority,
@@ -85,8 +89,8 @@ impl LegCall {
         }
     }
 
-    fn own_headers(&self) -> Cow<'_, [(HeaderName, HeaderValue)]> {
-        let own = self.side.shared.settings.outbound.own();
+    fn own_headers<'a>(&self, outbound: &'a OutboundHeaders) -> Cow<'a, [(HeaderName, HeaderValue)]> {
+        let own = outbound.own();
         if self.rank.is_none() && self.leg.request_id.is_none() {
             return Cow::Borrowed(own);
         }
@@ -147,7 +151,7 @@ impl Drop for PairGuard {
 }
 
 async fn abort(side: &ShardSide, worker: &Worker, address: SocketAddr, rid: &str) -> bool {
-    let mut set = side.shared.settings.outbound.own().to_vec();
+    let mut set = side.live.get().outbound.own().to_vec();
     set.push((header::CONTENT_TYPE, HeaderValue::from_static("application/json")));
     let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
     let request = UpstreamRequest {

@@ -67,7 +67,8 @@ impl Drop for Record<'_> {
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
     let received = request.received;
     let mut record = Record::start(&service.shared.metrics, received);
-    if let Some(cap) = service.shared.settings.caps.total
+    let cap = service.live().caps.total;
+    if let Some(cap) = cap
         && service.shared.metrics.inflight() > cap
     {
         record.outcome = Box::pin(refuse(ApiError::too_many(cap), responder)).await;
@@ -115,7 +116,7 @@ impl Route {
         session: Option<SessionName>,
         reading: &mut Reading<'_>,
     ) -> Result<Self, ApiError> {
-        let named = Named::of(service.shared.settings.disaggregation.mode, head, fleet)?;
+        let named = Named::of(service.live().disaggregation.mode, head, fleet)?;
         let (model, facts) = (std::mem::take(&mut reading.model), std::mem::take(&mut reading.facts));
         Ok(Self { endpoint, model, named, samples: reading.samples, session, prompts: Prompts::of(facts) })
     }
@@ -225,7 +226,7 @@ async fn attempts(
                 if let Some(took) = response.connect_time() {
                     service.took(Stage::Connect, took);
                 }
-                let standing = Standing::of(&response, &shared.settings.outbound);
+                let standing = Standing::of(&response, &service.live().outbound);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
                     return match standing {
@@ -277,7 +278,7 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         Err(NoPick::NoneLeft) => return Ok(None),
         Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    let may_retry = (tried.len() as u32) < service.shared.settings.retries_max
+    let may_retry = (tried.len() as u32) < service.live().retries_max
         && route::untried(&view.fleet, &pool, tried)
             .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
     Ok(Some((picked, may_retry)))
@@ -333,7 +334,8 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
 
 async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
-    let edits = service.shared.settings.outbound.for_rank(picked.rank);
+    let live = service.live();
+    let edits = live.outbound.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
         authority: &worker.authority,
@@ -384,7 +386,7 @@ async fn relay(
                     count((&picked.handles, &picked.handles), received, &observer.answer);
                 }
                 if !status.is_client_error() && !status.is_server_error() {
-                    picked.succeeded(shared);
+                    picked.succeeded();
                 }
                 Outcome::from(status)
             }

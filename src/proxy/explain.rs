@@ -34,7 +34,7 @@ pub(super) async fn explain(service: &RouterService, request: Request) -> Result
     if !endpoint.goes_to_a_worker() {
         return Err(ApiError::BadRequest(format!("?path={:?} is no path that goes to a worker", request.target)));
     }
-    if let Some(cap) = service.shared.settings.caps.total.filter(|cap| service.shared.metrics.inflight() >= *cap) {
+    if let Some(cap) = service.live().caps.total.filter(|cap| service.shared.metrics.inflight() >= *cap) {
         return Err(ApiError::too_many(cap));
     }
     let mut reading = Reading::of(service, &endpoint, &request)?;

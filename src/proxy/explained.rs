@@ -56,7 +56,7 @@ pub(super) fn leg(
     notes: &Notes,
     picked: Option<u32>,
 ) -> Value {
-    let settings = &service.shared.settings;
+    let settings = service.live();
     let target = |index: u32| &view.fleet.targets[index as usize];
     let now_ns = service.shared.ns_at(Instant::now());
     let candidates: Vec<Value> = match notes.weighed.is_empty() {

@@ -100,7 +100,7 @@ pub(super) type PrefillFuture = Pin<Box<dyn Future<Output = PrefillEnd>>>;
 pub(super) fn prefill_to_its_end(call: LegCall, booking: Option<Booking>) -> impl Future<Output = PrefillEnd> {
     async move {
         let sent = call.send().await;
-        let standing = sent.as_ref().ok().map(|response| Standing::of(response, &call.side.shared.settings.outbound));
+        let standing = sent.as_ref().ok().map(|response| Standing::of(response, &call.side.live.get().outbound));
         let worker = call.worker.clone();
         drop(call);
         let end = match sent {

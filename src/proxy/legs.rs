@@ -76,7 +76,7 @@ impl Attempt<'_> {
         match (answer.failure, answer.outcome) {
             (Some(StreamFailure::Worker), _) => self.pair.decode.failed(shared),
             (Some(StreamFailure::Client), _) | (None, Outcome::StreamFailed) => {}
-            (None, _) => self.pair.decode.succeeded(shared),
+            (None, _) => self.pair.decode.succeeded(),
         }
         if answer.is_whole {
             self.pair.prefill.completed();
@@ -118,7 +118,7 @@ impl Attempt<'_> {
 
     /// The prefill booking, if it goes with the prefill leg instead of with the decode answer.
     fn booking_of_the_leg(&mut self) -> Option<Booking> {
-        match self.service.shared.settings.disaggregation.prefill_release {
+        match self.service.live().disaggregation.prefill_release {
             PrefillRelease::Completion => self.pair.prefill.booking.take(),
             PrefillRelease::Decode => None,
         }
@@ -127,7 +127,7 @@ impl Attempt<'_> {
     /// Whether another pair is to be tried; takes the retry out of the budget. Asked once per failure.
     fn takes_retry(&self, failed: Role) -> bool {
         self.pair.has_another(failed)
-            && (self.failed_before as u32) < self.service.shared.settings.retries_max
+            && (self.failed_before as u32) < self.service.live().retries_max
             && self.service.may_spend_a_retry()
     }
 
@@ -234,7 +234,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     let answer = relay_decode(response, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
         match poll_beside(&mut prefill, context) {
-            Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(&attempt.service.shared),
+            Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(),
             Some(PrefillEnd::Failed(failure)) => {
                 attempt.blame(&failure);
                 debug!(
@@ -244,7 +244,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
                 );
             }
             Some(PrefillEnd::Declined(answer)) => {
-                let standing = Standing::of(&answer, &attempt.service.shared.settings.outbound);
+                let standing = Standing::of(&answer, &attempt.service.live().outbound);
                 attempt.pair.prefill.answered(&attempt.service.shared, standing);
             }
             None => {}
@@ -257,12 +257,12 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
             None => guard.disarm(),
             Some(prefill) => {
                 // Decode's whole answer shows that the KV came.
-                attempt.pair.prefill.succeeded(&attempt.service.shared);
-                let limit = attempt.service.shared.settings.disaggregation.prefill_drain_timeout;
+                attempt.pair.prefill.succeeded();
+                let limit = attempt.service.live().disaggregation.prefill_drain_timeout;
                 let (side, worker) = (attempt.service.side.clone(), attempt.pair.prefill.worker.clone());
                 let rest = async move {
                     let end = prefill.await;
-                    verdict::late(&side.shared, &worker, end.standing(&side.shared.settings.outbound));
+                    verdict::late(&side, &worker, end.standing(&side.live.get().outbound));
                     matches!(end, PrefillEnd::Done(_))
                 };
                 cleanup::drain(rest, guard, limit);
@@ -282,7 +282,7 @@ async fn first_to_decide(
     loop {
         match next_event(&mut prefill.future, decode.as_mut()).await {
             Event::Prefill(PrefillEnd::Done(_)) => {
-                attempt.pair.prefill.succeeded(&attempt.service.shared);
+                attempt.pair.prefill.succeeded();
                 prefill.answered(None);
             }
             event => return event,
@@ -316,11 +316,11 @@ async fn decode_failed(
     is_with_decode: bool,
     responder: &mut Responder,
 ) -> Ending {
-    let settings = &attempt.service.shared.settings;
+    let live = attempt.service.live();
     let worker = &attempt.pair.decode.worker.id;
     let (failure, held) = match outcome {
         // It has done nothing for the request: the KV waits on.
-        Ok(response) if Standing::of(&response, &settings.outbound) == Standing::KeyRefused => {
+        Ok(response) if Standing::of(&response, &live.outbound) == Standing::KeyRefused => {
             (LegFailure::key_refused(Role::Decode, worker), held)
         }
         Ok(response) => {
@@ -346,8 +346,8 @@ async fn answered_badly(
     held: Option<Held>,
     responder: &mut Responder,
 ) -> Ending {
-    let settings = &attempt.service.shared.settings;
-    let (picked, standing) = (attempt.picked(role), Standing::of(&answer, &settings.outbound));
+    let live = attempt.service.live();
+    let (picked, standing) = (attempt.picked(role), Standing::of(&answer, &live.outbound));
     picked.answered(&attempt.service.shared, standing);
     if standing.is_worth_a_retry() && attempt.takes_retry(role) {
         let (leg, worker) = (role.as_str(), &picked.worker.id);
@@ -374,7 +374,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
     let mut prefill = PrefillLeg::new(attempt, held_job, progress, boxed(|| prefill_to_its_end(call, booking)));
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
-            attempt.pair.prefill.succeeded(&attempt.service.shared);
+            attempt.pair.prefill.succeeded();
             answer
         }
         end => return prefill_failed(attempt, prefill, end, responder).await,

@@ -15,6 +15,7 @@ mod held;
 mod keys;
 mod leg_end;
 mod legs;
+mod live;
 mod metrics;
 mod observe;
 mod pair;
@@ -35,6 +36,7 @@ mod verdict;
 
 pub use access::{AccessLine, AccessQueues, Ended, Leg};
 pub use keys::{ClientKeys, OutboundHeaders};
+pub use live::{LiveCell, LiveSettings};
 pub use metrics::{RequestMetrics, TargetTotals, Totals};
 pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{

@@ -19,7 +19,7 @@ use super::queries::Queries;
 use super::service::{Handles, RouterService, Scratch};
 use super::stages::Stage;
 use super::steering::{SessionName, Turn};
-use crate::breaker::{Admission, Probe, admission_of};
+use crate::breaker::{Admission, BreakerSettings, Probe, admission_of};
 use crate::decode_demand::Reservation;
 use crate::fleet::{Fleet, HealthState, RecordId, Target, Worker};
 use crate::hash::BlockHash;
@@ -43,6 +43,8 @@ pub(super) struct Picked {
     pub(super) session: Option<Lease>,
     /// Present when the request tries a worker that the circuit breaker has opened.
     pub(super) probe: Cell<Option<Probe>>,
+    /// As it stood at the pick.
+    pub(super) breaker: BreakerSettings,
 }
 
 impl Picked {
@@ -136,7 +138,8 @@ fn shortlist<W: Witness>(
     if indexes.is_empty() {
         return Err(NoPick::NoneLeft);
     }
-    if let Some(cap) = service.shared.settings.caps.per_target {
+    let cap = service.live().caps.per_target;
+    if let Some(cap) = cap {
         indexes.retain(|index| {
             let has_room = view.fleet.targets[*index as usize].load.requests() < cap;
             if !has_room {
@@ -162,10 +165,11 @@ fn leave_out_ailing<W: Witness>(
     if !fleet.has_ailing() {
         return true;
     }
-    let (breaker, now_ms) = (&service.shared.settings.breaker, service.shared.now_ms());
+    let (live, now_ms) = (service.live(), service.shared.now_ms());
     let may_be_asked = |index: &u32| {
         let health = &fleet.targets[*index as usize].worker.health;
-        let admission = if W::BOOKS { breaker.admission(health, now_ms) } else { admission_of(health.read(), now_ms) };
+        let admission =
+            if W::BOOKS { live.breaker.admission(health, now_ms) } else { admission_of(health.read(), now_ms) };
         admission != Admission::Excluded
     };
     let is_anyone_left = indexes.iter().any(may_be_asked);
@@ -266,7 +270,7 @@ fn fill<W: Witness>(
     let recent_weight = steering.recent_load.weight(is_idle);
     let pick_number = steering.picks.current().wrapping_add(witness.uncounted_picks());
     candidates.clear();
-    let host_weight = service.shared.settings.host_tier_weight;
+    let host_weight = service.live().host_tier_weight;
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
         // Beside an image the text's blocks say nothing: the placeholder is the same whatever the image.
@@ -316,8 +320,7 @@ fn kv_aware<W: Witness>(
     session: &Session<'_>,
     witness: &mut W,
 ) -> Option<Chosen> {
-    let shared = &service.shared;
-    let weight = shared.settings.overlap_weight_of(wish.role) * wish.prompts.facts.retention.weight_factor();
+    let weight = service.live().overlap_weight_of(wish.role) * wish.prompts.facts.retention.weight_factor();
     let demand = Demand::of(service, view, wish);
     let mut place;
     let mut reservation = None;
@@ -392,10 +395,11 @@ impl Chosen {
         access::note(|line| {
             line.legs.push(Leg { role: wish.role, route_key: target.route_key.clone(), cache_hits, request_blocks });
         });
+        let breaker = service.live().breaker;
         let health = &target.worker.health;
         let probe = match health.read().state {
             HealthState::Well => None,
-            _ => shared.settings.breaker.claim(health, shared.now_ms()),
+            _ => breaker.claim(health, shared.now_ms()),
         };
         let at = Instant::now();
         Some(Picked {
@@ -408,6 +412,7 @@ impl Chosen {
             _reservation: self.reservation,
             session: self.session,
             probe: Cell::new(probe),
+            breaker,
         })
     }
 }

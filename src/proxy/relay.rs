@@ -116,7 +116,7 @@ impl BodyObserver for StreamObserver<'_> {
     }
 
     fn has_ended(&self) -> bool {
-        self.completion.as_ref().is_some_and(Completion::has_ended)
+        self.completion.as_ref().is_some_and(|completion| completion.has_ended() || completion.has_told_its_failure())
     }
 }
 

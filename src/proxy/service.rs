@@ -17,6 +17,7 @@ use super::budget::RetryBudget;
 use super::cleanup::ShardSide;
 use super::exchange;
 use super::explain;
+use super::live::{LiveCopy, LiveSettings};
 use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
@@ -87,19 +88,21 @@ pub(super) struct Scratch {
 
 impl RouterService {
     pub fn new(surface: Surface, shared: Arc<Shared>, context: ShardContext) -> Self {
+        let live = LiveCopy::of(&shared.live);
         Self {
             surface,
             view: RefCell::new(Cache::new(shared.view.clone())),
             round_robin: RefCell::new(RoundRobin::new(context.shard)),
             handles: TargetHandles::default(),
             peers: Peers::default(),
-            retry_budget: RetryBudget::new(shared.settings.retry_budget_percent, shared.settings.shards),
+            retry_budget: RetryBudget::new(live.get().retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
             access: shared.access.clone().map(|queues| AccessSink { queues, shard: context.shard }),
             side: Rc::new(ShardSide {
                 shared: shared.clone(),
                 upstream: context.upstream.clone(),
                 shard: context.shard,
+                live,
             }),
             streams: Streams::start(shared.clone()),
             shared,
@@ -110,6 +113,19 @@ impl RouterService {
     /// The newest view. Costs one atomic load unless a new one was published.
     pub(super) fn view(&self) -> Arc<View> {
         self.view.borrow_mut().load().clone()
+    }
+
+    /// The settings that this shard has seen last.
+    pub(super) fn live(&self) -> Rc<LiveSettings> {
+        self.side.live.get()
+    }
+
+    /// Costs one load of a line that is hardly ever written.
+    fn follow_reloads(&self) {
+        if let Some(newer) = self.side.live.refresh(&self.shared.live) {
+            self.retry_budget.set_percent(newer.retry_budget_percent);
+            self.context.upstream.set_timeouts(newer.upstream);
+        }
     }
 
     /// Takes a retry out of the shard's budget; counted where there is none left.
@@ -222,6 +238,7 @@ impl RouterService {
 impl Service for RouterService {
     // The exchange's future stands here as it is: in one more around it, the request would be stored once more.
     async fn call(&self, request: Request, responder: &mut Responder) {
+        self.follow_reloads();
         let logged = self.access.as_ref().map(|sink| access::Opened::of(sink, &request));
         let response = match self.admitted(&request) {
             Ok(endpoint) if endpoint.goes_to_a_worker() => {
@@ -259,7 +276,7 @@ impl RouterService {
         }
         // Probes and scrapers carry no keys, and are told nothing but numbers; the dashboard's page holds no data.
         let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics | Endpoint::Dashboard);
-        if !is_open && !self.shared.settings.client_keys.admit(&request.head) {
+        if !is_open && !self.live().client_keys.admit(&request.head) {
             self.shared.metrics.refused_key();
             return Err(ApiError::WrongKey);
         }

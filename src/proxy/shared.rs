@@ -1,4 +1,4 @@
-//! What all shards hold in common: settings, the published view, the prompt side, metrics, lifecycle.
+//! What all shards hold in common: fixed settings, the published view, the prompt side, metrics, lifecycle.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -8,50 +8,24 @@ use bytes::Bytes;
 use infera_shards::{Completion, Response};
 
 use super::access::{self, AccessQueues};
-use super::keys::{ClientKeys, OutboundHeaders};
+use super::live::LiveCell;
 use super::metrics::RequestMetrics;
 use super::silence::SilenceLimits;
 use super::stages::Stage;
 use super::steering::Steering;
-use crate::breaker::BreakerSettings;
 use crate::index::SharedView;
 use crate::load::LedgerSink;
 use crate::prompt::Prompter;
 use crate::prompt::pool::EncoderPool;
 use crate::route::Policy;
-use crate::worker::Role;
 
-/// Settings of the request path; fixed for the life of the process.
-#[derive(Clone, Debug)]
+/// Settings of the request path that are fixed for the life of the process.
+#[derive(Clone, Copy, Debug)]
 pub struct Settings {
     pub policy: Policy,
     /// How many shards there are.
     pub shards: usize,
-    /// `--kv-overlap-weight`.
-    pub overlap_weight: f64,
-    /// `--kv-host-tier-weight`.
-    pub host_tier_weight: f64,
-    /// `--request-max-retries`: attempts on other workers after the first.
-    pub retries_max: u32,
-    /// `--retry-budget-percent`: retries, as a share of the requests.
-    pub retry_budget_percent: f64,
-    pub breaker: BreakerSettings,
-    pub caps: InflightCaps,
     pub silence: SilenceLimits,
-    pub client_keys: ClientKeys,
-    pub outbound: OutboundHeaders,
-    pub disaggregation: DisaggregationSettings,
-}
-
-impl Settings {
-    /// Weight of the cache term when a worker of this role is picked.
-    pub fn overlap_weight_of(&self, role: Role) -> f64 {
-        match role {
-            Role::Mixed => self.overlap_weight,
-            Role::Prefill => self.disaggregation.prefill_overlap_weight,
-            Role::Decode => self.disaggregation.decode_overlap_weight,
-        }
-    }
 }
 
 /// Requests in flight beyond which further ones are answered with 429; `None` for no cap.
@@ -136,6 +110,7 @@ pub trait ControlPlane: Send + Sync {
 /// One per process, shared by all shards.
 pub struct Shared {
     pub settings: Settings,
+    pub live: LiveCell,
     pub view: SharedView,
     pub ledger: Arc<dyn LedgerSink>,
     /// Absent without a tokenizer: prompts given as token ids still have blocks.

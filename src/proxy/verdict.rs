@@ -9,6 +9,7 @@ use http::StatusCode;
 use infera_shards::{UpstreamError, UpstreamErrorKind, UpstreamResponse};
 use tracing::{info, warn};
 
+use super::cleanup::ShardSide;
 use super::keys::OutboundHeaders;
 use super::pick::Picked;
 use super::shared::Shared;
@@ -74,15 +75,15 @@ impl Picked {
     }
 
     /// The worker has answered to the end, and well.
-    pub fn succeeded(&self, shared: &Shared) {
-        let change = shared.settings.breaker.succeeded(&self.worker.health, self.probe.take());
+    pub fn succeeded(&self) {
+        let change = self.breaker.succeeded(&self.worker.health, self.probe.take());
         tell(&self.worker, change);
     }
 
     /// The worker has failed the request: its session is free to go elsewhere.
     pub fn failed(&self, shared: &Shared) {
         self.free_session();
-        let change = shared.settings.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
+        let change = self.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
         tell(&self.worker, change);
     }
 
@@ -108,7 +109,7 @@ impl Picked {
                 self.free_session();
                 drop(self.probe.take());
                 if let Some(delay) = delay {
-                    shared.settings.breaker.overloaded(&self.worker.health, delay, shared.now_ms());
+                    self.breaker.overloaded(&self.worker.health, delay, shared.now_ms());
                 }
             }
         }
@@ -122,8 +123,8 @@ impl Picked {
 }
 
 /// A leg that ends when its request is over can still say that its worker is to be left alone.
-pub(super) fn late(shared: &Shared, worker: &Worker, standing: Standing) {
-    let (breaker, health, now_ms) = (&shared.settings.breaker, &worker.health, shared.now_ms());
+pub(super) fn late(side: &ShardSide, worker: &Worker, standing: Standing) {
+    let (breaker, health, now_ms) = (side.live.get().breaker, &worker.health, side.shared.now_ms());
     match standing {
         Standing::Fault => tell(worker, breaker.faulted(health, None, now_ms)),
         Standing::Overloaded(Some(delay)) => breaker.overloaded(health, delay, now_ms),

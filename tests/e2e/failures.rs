@@ -179,3 +179,29 @@ fn b52_ambiguous_framing_is_refused_and_nothing_reaches_the_worker() {
     assert_eq!(worker.requests(), 0);
     assert_eq!(client::get(router.address, "/health").status, 200);
 }
+
+/// An engine that tells of its failure inside the stream and is cut behind that has told it: the client gets one error event.
+#[test]
+fn b04_an_error_event_and_a_cut_behind_it_are_one_error() {
+    let worker = worker(|seen, conversation| {
+        conversation.sse_head();
+        conversation.chunk("data: 1\n\n");
+        let error = "data: {\"error\":{\"message\":\"engine died\",\"code\":500}}";
+        // Told to its end, or cut in its middle.
+        let is_whole = String::from_utf8_lossy(&seen.body).contains("whole");
+        conversation.chunk(&if is_whole { format!("{error}\n\n") } else { error[..30].to_owned() });
+        Then::Close
+    });
+    let router = router().round_robin().worker(worker.address).ready();
+    for (prompt, engines, ours) in [("whole", 1, 0), ("half", 1, 1)] {
+        let body = format!(r#"{{"model":"m","prompt":"{prompt}","stream":true}}"#);
+        let answer = router.post("/v1/completions", &body);
+        let text = answer.text();
+        assert!(!answer.complete && text.starts_with("data: 1\n\n"), "{text}");
+        assert_eq!(
+            (text.matches("data: {\"error\"").count() - ours, text.matches("worker_failed").count()),
+            (engines, ours)
+        );
+    }
+    router.wait_for_rest();
+}

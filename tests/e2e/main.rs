@@ -30,6 +30,8 @@ mod memory;
 mod official_client;
 mod parity;
 mod pd;
+mod reload;
+mod runbook;
 mod self_heal;
 mod silence;
 mod surface;

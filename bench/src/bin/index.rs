@@ -85,6 +85,12 @@ struct Cost {
     blocks: usize,
 }
 
+/// What the suffixes of a fill took, and the memory that was new for them.
+struct Filling {
+    cost: Cost,
+    bytes: usize,
+}
+
 impl Cost {
     fn per_block(self) -> f64 {
         self.cpu_ns / self.blocks.max(1) as f64
@@ -126,9 +132,14 @@ impl Subject {
         (0..WORKERS).map(|worker| self.tree.held_count(worker as u16) as usize).sum()
     }
 
-    /// Conversation and system prompts on every worker, then suffixes up to `memberships`. Returns the suffixes and the
-    /// cost of storing them.
-    fn fill(&mut self, workload: &mut Workload, memberships: usize) -> Result<(Vec<Suffix>, Cost)> {
+    /// Memory of the tables of names and of the strands.
+    fn bytes(&self) -> usize {
+        self.mirrors.iter().map(Mirror::table_bytes).sum::<usize>() + self.tree.strand_bytes()
+    }
+
+    /// Conversation and system prompts on every worker, then suffixes up to `memberships`. Returns the suffixes and what
+    /// it was to store them.
+    fn fill(&mut self, workload: &mut Workload, memberships: usize) -> Result<(Vec<Suffix>, Filling)> {
         for worker in 0..WORKERS {
             self.apply(worker, &workload.store_conversation(worker), &mut Cost::default())?;
             for system in 0..SYSTEM_PROMPTS {
@@ -136,6 +147,7 @@ impl Subject {
             }
         }
         let missing = memberships.saturating_sub(self.memberships());
+        let bytes_before = self.bytes();
         let (mut suffixes, mut cost) = (Vec::new(), Cost::default());
         for _ in 0..missing / SUFFIX_BLOCKS {
             let suffix = workload.new_suffix();
@@ -143,7 +155,7 @@ impl Subject {
             suffixes.push(suffix);
         }
         self.snapshot = self.tree.publish();
-        Ok((suffixes, cost))
+        Ok((suffixes, Filling { cost, bytes: self.bytes() - bytes_before }))
     }
 
     /// Removes a random suffix and stores a new one, until `CHURN_BLOCKS` have come. Returns the costs of both.
@@ -204,7 +216,8 @@ fn run(arguments: &Arguments) -> Result<bool> {
 fn times(arguments: &Arguments) -> Result<Vec<Row>> {
     let mut workload = Workload::new(arguments.seed);
     let mut subject = Subject::new();
-    let (mut suffixes, filled) = subject.fill(&mut workload, arguments.memberships)?;
+    let (mut suffixes, filling) = subject.fill(&mut workload, arguments.memberships)?;
+    let first_touch = Cost { cpu_ns: first_touch_ns(filling.bytes), ..filling.cost };
     let query = workload.conversation();
     let mut rows = vec![
         Row::new("7,000-block hit on 64 workers, warm, p50", warm_ns(&subject, &query)?, "ns", Some(1_000.0)),
@@ -215,7 +228,8 @@ fn times(arguments: &Arguments) -> Result<Vec<Row>> {
             Some(10_000.0),
         ),
         Row::new("miss at block 0", miss_ns(&subject), "ns", Some(50.0)),
-        Row::new("store, CPU per block, while filling", filled.per_block(), "ns", Some(100.0)),
+        Row::new("store, CPU per block, while filling", filling.cost.per_block(), "ns", Some(100.0)),
+        Row::new("of it: first touch of as much memory", first_touch.per_block(), "ns", None),
     ];
     let (stores, removals) = subject.churn(&mut workload, &mut suffixes)?;
     rows.push(Row::new("store, CPU per block, in churn", stores.per_block(), "ns", Some(100.0)));
@@ -369,6 +383,16 @@ fn decode_ns(workload: &Workload) -> Result<f64> {
         ensure!(summary.applied == 1, "a message does not decode");
     }
     Ok((thread_cpu_ns() - started_ns) / blocks as f64)
+}
+
+/// What the kernel (and in a virtual machine its host) takes for memory that this process has never had, by the allocator's
+/// way. A part of filling that no index can do without.
+fn first_touch_ns(bytes: usize) -> f64 {
+    let started_ns = thread_cpu_ns();
+    let mut memory = vec![0u8; bytes];
+    memory.iter_mut().step_by(4096).for_each(|byte| *byte = 1);
+    std::hint::black_box(&memory);
+    thread_cpu_ns() - started_ns
 }
 
 fn timed(work: impl FnOnce()) -> f64 {

@@ -14,9 +14,9 @@ use http::StatusCode;
 use super::client::Client;
 use crate::buffers::{self, LARGE_BYTES};
 use crate::clock::{Fired, now_ms};
-use crate::http1::HeadScan;
 use crate::http1::chunked::Chunked;
 use crate::http1::request::{self, Refusal, RequestFraming, RequestHead};
+use crate::http1::{HeadScan, Malformed};
 use crate::net::{Peeked, Stream};
 use crate::service::{Rejection, RejectionKind, Request};
 
@@ -240,6 +240,10 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
                 // Empty lines before a request line are ignored (RFC 9112, section 2.2).
                 self.input.consume(2);
                 scan = HeadScan::default();
+            }
+            // Another protocol's greeting may never come to a line's end.
+            if self.input.bytes.first().is_some_and(|byte| !byte.is_ascii_graphic() && *byte != b'\r') {
+                return Err(self.refused(Malformed("a request begins with its method").into()));
             }
             let found = scan.end(&self.input.bytes).map_err(|malformed| self.refused(malformed.into()))?;
             let length = found.unwrap_or(self.input.bytes.len());

@@ -39,7 +39,7 @@ pub(super) async fn run(
     relay.observer.passed_on();
     if let Some(at_boundary) = unfinished {
         let error = upstream.unfinished();
-        return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
+        return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
     }
     loop {
         match upstream.next_piece(shape, &mut *relay.observer).await {
@@ -51,7 +51,7 @@ pub(super) async fn run(
                 relay.observer.passed_on();
                 if let Some(at_boundary) = unfinished {
                     let error = upstream.unfinished();
-                    return Box::pin(cut(responder, at_boundary, relay.cut_notice.take(), error)).await;
+                    return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
                 }
             }
             Ok(None) => {
@@ -60,8 +60,7 @@ pub(super) async fn run(
             }
             Err(error) => {
                 let at_boundary = upstream.is_at_chunk_boundary();
-                let notice = relay.cut_notice.take().filter(|_| !relay.observer.has_ended());
-                return Box::pin(cut(responder, at_boundary, notice, error)).await;
+                return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
             }
         }
     }
@@ -107,6 +106,11 @@ fn ended_unfinished(
         piece.clear();
     }
     Some(ends)
+}
+
+/// What the client is told of a cut: nothing where the answer has told it already.
+fn notice(relay: &mut Relay<'_>) -> Option<bytes::Bytes> {
+    relay.cut_notice.take().filter(|_| !relay.observer.has_ended())
 }
 
 /// The upstream failed inside the body. Whatever is still sent, the answer stays visibly incomplete: the responder does

@@ -28,7 +28,8 @@ pub trait BodyObserver {
         true
     }
 
-    /// Asked when a body was cut: whether what it carried had said its end already, so that nothing may be put behind it.
+    /// Asked when a body was cut: whether what it carried had said its end or its failure already, so that nothing may be
+    /// put behind it.
     fn has_ended(&self) -> bool {
         false
     }

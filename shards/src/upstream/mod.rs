@@ -23,7 +23,7 @@ use self::pool::Pool;
 pub(crate) use self::response::BodyShape;
 pub use self::response::UpstreamResponse;
 use crate::buffers::{self, LARGE_BYTES};
-use crate::config::UpstreamConfig;
+use crate::config::{UpstreamConfig, UpstreamTimeouts};
 use crate::http1::head::Head;
 use crate::http1::{HeadScan, response as codec, write};
 use crate::net::{Stream, WeakStream};
@@ -38,6 +38,7 @@ pub struct Upstream(Rc<Shared>);
 
 pub(crate) struct Shared {
     config: UpstreamConfig,
+    timeouts: Cell<UpstreamTimeouts>,
     pool: Pool,
     counters: Arc<ShardCounters>,
 }
@@ -93,7 +94,14 @@ impl SendProgress {
 impl Upstream {
     pub(crate) fn new(config: UpstreamConfig, counters: Arc<ShardCounters>) -> Upstream {
         let pool = Pool::new(&config, counters.clone());
-        Upstream(Rc::new(Shared { config, pool, counters }))
+        let timeouts = Cell::new(config.timeouts());
+        Upstream(Rc::new(Shared { config, timeouts, pool, counters }))
+    }
+
+    /// In force for every wait that begins from now on. The sweep that ends waits keeps its period, which was chosen by the
+    /// timeouts at the start: shorter ones may be late by half a second.
+    pub fn set_timeouts(&self, timeouts: UpstreamTimeouts) {
+        self.0.timeouts.set(timeouts);
     }
 
     /// Sends a request and waits for the head of the answer. A reused connection that turns out to be dead before any
@@ -139,7 +147,7 @@ impl Upstream {
     async fn connect(&self, address: SocketAddr) -> Result<Box<Connection>, UpstreamError> {
         let failed = |kind| UpstreamError { kind, reused_connection: false, response_started: false };
         let started = Instant::now();
-        match crate::net::timeout(self.0.config.connect_timeout, Stream::connect(address)).await {
+        match crate::net::timeout(self.0.timeouts.get().connect, Stream::connect(address)).await {
             Some(Ok(stream)) => {
                 self.0.counters.upstream_connects.add(1);
                 Ok(Box::new(Connection::new(stream, address, started.elapsed())))
@@ -278,11 +286,11 @@ impl Upstream {
 
     /// The first byte has a limit of its own; a head that has begun is held to the idle limit.
     fn head_limit(&self, connection: &Connection) -> Option<Duration> {
-        let config = &self.0.config;
+        let timeouts = self.0.timeouts.get();
         if !connection.answered {
-            return config.first_byte_timeout;
+            return timeouts.first_byte;
         }
-        config.idle_timeout.or(config.first_byte_timeout)
+        timeouts.idle.or(timeouts.first_byte)
     }
 
     /// Closes unused connections that have become too old.

@@ -97,7 +97,8 @@ impl UpstreamResponse {
 
     /// Longest wait for the next byte.
     fn limit(&self) -> Option<Duration> {
-        if self.has_begun { self.shared.config.idle_timeout } else { self.shared.config.first_byte_timeout }
+        let timeouts = self.shared.timeouts.get();
+        if self.has_begun { timeouts.idle } else { timeouts.first_byte }
     }
 
     fn late(&mut self) -> UpstreamError {

@@ -386,3 +386,22 @@ fn unfinished_heads_give_way_where_there_are_too_many() {
         eventually("all are gone", || engine.stats().connections_open == 2);
     }
 }
+
+#[test]
+fn another_protocols_greeting_is_refused_at_its_first_byte() {
+    let engine = TestEngine::start(DRIVERS[0], nowhere());
+    // The beginning of a TLS hello, a space, a null byte.
+    for greeting in [&b"\x16\x03\x01"[..], b" GET", b"\0"] {
+        let mut client = engine.connect();
+        client.send(greeting);
+        assert_eq!(client.answer().status, 400, "{greeting:?}");
+        assert!(client.rest().is_empty());
+    }
+    // Empty lines in front of a request are skipped (RFC 9112, section 2.2), also one byte at a time.
+    let mut client = engine.connect();
+    for byte in b"\r\n\r\n" {
+        client.send([*byte]);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(client.get("/hello").text(), "hello");
+}

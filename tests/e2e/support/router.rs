@@ -64,6 +64,11 @@ impl Start {
         self
     }
 
+    pub fn without_env(mut self, name: &str) -> Self {
+        self.command.env_remove(name);
+        self
+    }
+
     pub fn host(mut self, host: &'static str) -> Self {
         self.host = host;
         self
