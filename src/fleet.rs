@@ -74,6 +74,8 @@ pub struct TargetLoad {
     pub(crate) blockless_requests: AtomicU64,
     /// All in-flight requests.
     pub(crate) requests: AtomicU64,
+    /// Blocks that the target has yet to compute for requests whose answers have not begun.
+    pub(crate) queued_blocks: AtomicU64,
     /// When the target was last picked, nanoseconds on the caller's monotonic clock.
     pub(crate) picked_at_ns: AtomicU64,
     /// Blocks missed by recent picks, decayed; packed by `route` only.
@@ -135,6 +137,11 @@ impl TargetLoad {
         self.distinct_blocks.load(Ordering::Relaxed)
             + self.pending_blocks.load(Ordering::Relaxed)
             + self.blockless_requests.load(Ordering::Relaxed)
+    }
+
+    /// Blocks to be computed before all answers under way have begun; exact at once, unlike the distinct ones.
+    pub fn queued_blocks(&self) -> u64 {
+        self.queued_blocks.load(Ordering::Relaxed)
     }
 
     /// Requests in flight.

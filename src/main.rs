@@ -139,9 +139,9 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     };
     lifecycle.drain();
     supervisor.drain(signal, &engine, reload.config().drain_timeout);
-    drop((control, engine));
+    drop((control, engine, reload));
     discovery.stop();
-    drop((reload, heal, shared, access_log));
+    drop((heal, shared, access_log));
     admin.stop();
     ingest.stop();
     info!("stopped");

@@ -139,9 +139,10 @@ pub struct RoutingArgs {
     /// Model directory or tokenizer.json; without one, kv-aware routes by load only.
     #[arg(long, alias = "kv-tokenizer-path", value_name = "PATH")]
     pub router_tokenizer_path: Option<std::path::PathBuf>,
-    /// Weight of one missing prefix block against one block of load; 0 routes by load only.
-    #[arg(long, value_name = "WEIGHT", default_value_t = 1.0, allow_negative_numbers = true)]
-    pub kv_overlap_weight: f64,
+    /// Weight of one missing prefix block against one block of load; 0 routes by load only [default: 12; 1 with --kv-load
+    /// active, for decode workers and for requests with images].
+    #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
+    pub kv_overlap_weight: Option<f64>,
     /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
     #[arg(long, value_name = "WEIGHT", default_value_t = 0.0, allow_negative_numbers = true)]
     pub kv_host_tier_weight: f64,

@@ -81,8 +81,8 @@ pub struct Config {
     pub policy: Policy,
     /// Model directory or tokenizer.json; present only if the path existed at start.
     pub tokenizer_path: Option<PathBuf>,
-    /// Weight of the cache term of the cost, finite and not negative.
-    pub kv_overlap_weight: f64,
+    /// Weight of the cache term of the cost, finite and not negative; absent: as the load term has it.
+    pub kv_overlap_weight: Option<f64>,
     /// Worth of a block in host memory that follows the device prefix, 0 to 1 device blocks.
     pub kv_host_tier_weight: f64,
     /// Whether engines whose events cannot be anchored are asked to forget their cache.

@@ -153,6 +153,7 @@ mod tests {
         ("session-affinity-ttl-s", &["9"]),
         ("session-affinity-capacity", &["9"]),
         ("kv-recent-load", &["off"]),
+        ("kv-load", &["active"]),
         ("stream-admission-warn-s", &["9"]),
         ("stream-stall-warn-s", &["9"]),
         ("upstream-connect-timeout-s", &["9"]),

@@ -81,8 +81,8 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
     let reads_prompts = routing.policy == Policy::KvAware && routing.tokenizer_path.is_some();
     let template_arguments = reads_prompts && arguments.routing.kv_per_worker_template_kwargs;
     let mut discovery = DiscoveryConfig { template_arguments, ..discovery };
-    let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
+    let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
     let silence = silence(&arguments.upstream, &mut problems);
     let access = super::access::settings(&arguments.access, &mut problems);
@@ -321,7 +321,7 @@ fn etcd_endpoint(text: &str) -> Result<String, String> {
 struct Routing {
     policy: Policy,
     tokenizer_path: Option<PathBuf>,
-    overlap_weight: f64,
+    overlap_weight: Option<f64>,
     host_tier_weight: f64,
     self_heal: bool,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
@@ -350,7 +350,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
             path.display()
         ));
     }
-    let overlap_weight = problems.weight("--kv-overlap-weight", arguments.kv_overlap_weight);
+    let overlap_weight = arguments.kv_overlap_weight.map(|given| problems.weight("--kv-overlap-weight", given));
     if arguments.kv_self_heal && policy != Policy::KvAware {
         problems.add("--kv-self-heal requires --router-policy kv-aware");
     }
@@ -396,10 +396,10 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
 
 fn disaggregation(
     arguments: &DisaggregationArgs,
-    overlap_weight: f64,
+    overlap_weight: Option<f64>,
     problems: &mut Problems,
 ) -> DisaggregationSettings {
-    let mut weight = |flag, given: Option<f64>| given.map_or(overlap_weight, |given| problems.weight(flag, given));
+    let mut weight = |flag, given: Option<f64>| given.map(|given| problems.weight(flag, given)).or(overlap_weight);
     DisaggregationSettings {
         prefill_overlap_weight: weight("--kv-prefill-overlap-weight", arguments.kv_prefill_overlap_weight),
         decode_overlap_weight: weight("--kv-decode-overlap-weight", arguments.kv_decode_overlap_weight),

@@ -110,7 +110,13 @@ fn load(scrape: &Scrape, view: &View) -> Result<(), Error> {
         "Distinct prompt blocks in flight on the target now; a request without blocks counts as one.",
         &["target"],
     )?;
+    let queued = scrape.gauges(
+        "infera_router_queued_blocks",
+        "Prompt blocks that the target has yet to compute for requests whose answers have not begun.",
+        &["target"],
+    )?;
     for target in &view.fleet.targets {
+        queued.with_label_values(&[&*target.route_key]).set(signed(target.load.queued_blocks()));
         requests.with_label_values(&[&*target.route_key]).set(signed(target.load.requests()));
         blocks.with_label_values(&[&*target.route_key]).set(signed(target.load.active_blocks()));
     }

@@ -28,7 +28,7 @@ impl<'a> Demand<'a> {
         let target = &self.view.fleet.targets[candidate.target as usize];
         let (tokens, input) = self.wish.prompts.tokens_for(target);
         let tokens = decode_demand::request_tokens(tokens, self.wish.samples);
-        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load() }, input)
+        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load_blocks }, input)
     }
 
     /// Reserves on a target that something else has chosen.

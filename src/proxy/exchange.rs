@@ -364,7 +364,7 @@ async fn relay(
         picked.served();
     }
     let is_stream = is_stream(&response) && status.is_success();
-    let mut observer = StreamObserver::of_a_worker(is_stream, watched);
+    let mut observer = StreamObserver::of_a_worker(is_stream, watched).queueing(picked.take_queued());
     let relayed = responder.relay(response, as_it_came(is_stream, &mut observer)).await;
     if let Some(first_byte) = observer.answer.first_byte() {
         service.took(Stage::FirstByte, first_byte.duration_since(picked.at));

@@ -94,7 +94,7 @@ fn of_one(service: &RouterService, view: &View, route: &Route) -> Result<Value, 
         Err(NoPick::NoneLeft) => None,
         Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    Ok(json!({"topology": "one", "legs": [explained::leg(service, view, route, Role::Mixed, &notes, picked)]}))
+    Ok(json!({"topology": "one", "legs": [explained::leg(service, view, Role::Mixed, &notes, picked)]}))
 }
 
 fn of_a_pair(
@@ -111,7 +111,7 @@ fn of_a_pair(
         Some(wish) => preview_pair(service, view, &wish, &mut notes)?,
         None => None,
     };
-    let legs = notes.iter().map(|(role, notes, picked)| explained::leg(service, view, route, *role, notes, *picked));
+    let legs = notes.iter().map(|(role, notes, picked)| explained::leg(service, view, *role, notes, *picked));
     let legs: Vec<Value> = legs.collect();
     Ok(json!({"topology": "pair", "protocol": protocol.map(|protocol| protocol.as_str()), "legs": legs}))
 }

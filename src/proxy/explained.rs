@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use super::exchange::Route;
 use super::preview::{DecidedBy, LeftOut, Notes, Weighed};
 use super::prompts::Previewed;
 use super::service::RouterService;
@@ -13,8 +12,8 @@ use super::steering::SessionName;
 use crate::api;
 use crate::fleet::Target;
 use crate::index::View;
-use crate::route::Terms;
 use crate::route::affinity::NoSession;
+use crate::route::{LoadWeights, Terms};
 use crate::worker::Role;
 
 /// Null where sessions are off or the request names none.
@@ -48,15 +47,7 @@ pub(super) fn prompt(prompt: &Previewed, shows_text: bool) -> Value {
 }
 
 /// One pick: its candidates with every figure, and who won by what.
-pub(super) fn leg(
-    service: &RouterService,
-    view: &View,
-    route: &Route,
-    role: Role,
-    notes: &Notes,
-    picked: Option<u32>,
-) -> Value {
-    let settings = service.live();
+pub(super) fn leg(service: &RouterService, view: &View, role: Role, notes: &Notes, picked: Option<u32>) -> Value {
     let target = |index: u32| &view.fleet.targets[index as usize];
     let now_ns = service.shared.ns_at(Instant::now());
     let candidates: Vec<Value> = match notes.weighed.is_empty() {
@@ -75,8 +66,12 @@ pub(super) fn leg(
     let suggested = notes.suggested.and_then(|place| notes.weighed.get(place));
     json!({
         "role": role.as_str(),
-        "overlap_weight": settings.overlap_weight_of(role) * route.prompts.facts.retention.weight_factor(),
-        "host_tier_weight": settings.host_tier_weight,
+        "overlap_weight": notes.costing.map(|costing| costing.weight),
+        "load_weights": notes.costing.map(|costing| {
+            let LoadWeights { queued, active, request_tokens } = costing.load;
+            json!({"queued": queued, "active": active, "request_tokens": request_tokens})
+        }),
+        "host_tier_weight": service.live().host_tier_weight,
         "candidates": candidates,
         "left_out": left_out.collect::<Vec<_>>(),
         "breaker_overruled": notes.is_breaker_overruled,
@@ -105,13 +100,13 @@ fn tie(notes: &Notes, picked: u32) -> Option<&'static str> {
     let cost = |it: &Weighed| it.terms.as_ref().map_or(f64::INFINITY, Terms::cost);
     let winner = notes.weighed.iter().find(|it| it.candidate.target == picked)?;
     let equal = notes.weighed.iter().filter(|it| it.candidate.target != picked && cost(it) == cost(winner));
-    let told = |it: &Weighed| match it.candidate.load().total_cmp(&winner.candidate.load()) {
+    let told = |it: &Weighed| match it.candidate.load_blocks.total_cmp(&winner.candidate.load_blocks) {
         Ordering::Equal if it.candidate.picked_at_ns == winner.candidate.picked_at_ns => "order",
         Ordering::Equal => "least_recently_picked",
-        _ => "fewer_blocks_in_flight",
+        _ => "less_load",
     };
     // The last rule that was needed against any of them.
-    let rules = ["fewer_blocks_in_flight", "least_recently_picked", "order"];
+    let rules = ["less_load", "least_recently_picked", "order"];
     equal.map(told).max_by_key(|rule| rules.iter().position(|known| known == rule))
 }
 
@@ -124,6 +119,7 @@ fn standing(target: &Target, now_ns: u64) -> Value {
         "dp_rank": target.rank,
         "requests": target.load.requests(),
         "active_blocks": target.load.active_blocks(),
+        "queued_blocks": target.load.queued_blocks(),
         "picked_ms_ago": (picked_at_ns > 0).then(|| now_ns.saturating_sub(picked_at_ns) / 1_000_000),
         "breaker": api::breaker(&target.worker),
         "parity": target.parity.verdict().as_str(),
@@ -131,7 +127,7 @@ fn standing(target: &Target, now_ns: u64) -> Value {
 }
 
 fn weighed(target: &Target, weighed: &Weighed, now_ns: u64) -> Value {
-    let Weighed { candidate, held, terms, demand } = weighed;
+    let Weighed { candidate, held, recent_blocks, terms, demand } = weighed;
     let terms = terms
         .as_ref()
         .map(|terms| json!({"prefill": terms.prefill, "load": terms.load, "scale": terms.scale, "cost": terms.cost()}));
@@ -147,7 +143,7 @@ fn weighed(target: &Target, weighed: &Weighed, now_ns: u64) -> Value {
         "any_memory_blocks": held.map(|(_, any)| any),
         "cache_hits": candidate.cache_hits,
         "active_blocks": candidate.active_blocks,
-        "recent_blocks": candidate.recent_blocks,
+        "recent_blocks": recent_blocks,
         "terms": terms,
         "demand": demand,
     });

@@ -230,6 +230,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     drop(job.take());
     let mut prefill = prefill.into_running();
     attempt.served();
+    attempt.pair.prefill.prompt_done();
     let answering = attempt.answering(received, &guard.is_complete);
     let answer = relay_decode(response, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
@@ -283,6 +284,7 @@ async fn first_to_decide(
         match next_event(&mut prefill.future, decode.as_mut()).await {
             Event::Prefill(PrefillEnd::Done(_)) => {
                 attempt.pair.prefill.succeeded();
+                attempt.pair.prefill.prompt_done();
                 prefill.answered(None);
             }
             event => return event,
@@ -375,6 +377,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
             attempt.pair.prefill.succeeded();
+            attempt.pair.prefill.prompt_done();
             answer
         }
         end => return prefill_failed(attempt, prefill, end, responder).await,

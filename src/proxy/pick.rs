@@ -15,7 +15,6 @@ use super::demand::Demand;
 use super::parity;
 use super::preview::{DecidedBy, LeftOut, Witness};
 use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
-use super::queries::Queries;
 use super::service::{Handles, RouterService, Scratch};
 use super::stages::Stage;
 use super::steering::{SessionName, Turn};
@@ -26,7 +25,7 @@ use crate::hash::BlockHash;
 use crate::index::View;
 use crate::load::Booking;
 use crate::route::affinity::Lease;
-use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy, RecentLoad};
+use crate::route::{self, Candidate, IMAGE_BLOCKS, LoadTerm, LoadWeights, Policy, RecentLoad};
 use crate::worker::{Name, Role};
 
 /// A booked target. Dropping it releases all that was charged for it.
@@ -210,8 +209,8 @@ fn choose<W: Witness>(
     witness: &mut W,
 ) -> Option<Chosen> {
     let shared = &service.shared;
-    let Scratch { queries, candidates, indexes } = scratch;
-    queries.begin();
+    scratch.queries.begin();
+    let indexes = &scratch.indexes;
     if wish.by_load {
         witness.in_order(indexes);
         witness.decided(DecidedBy::RequestsInFlight);
@@ -219,14 +218,21 @@ fn choose<W: Witness>(
     }
     let sessions = shared.steering.sessions.as_ref();
     let turn = sessions.zip(wish.session).and_then(|(sessions, name)| sessions.turn(name, wish.model, wish.role));
-    let session = Session { turn, fleet: &view.fleet, indexes: &*indexes };
     if shared.settings.policy == Policy::RoundRobin {
         witness.in_order(indexes);
+        let session = Session { turn, fleet: &view.fleet, indexes };
         let (place, lease) = in_turn(service, wish, indexes, &session, witness)?;
         return Some(Chosen::without_a_prompt(indexes[place], lease));
     }
-    fill(service, view, wish, indexes, queries, candidates, witness);
-    kv_aware(service, view, wish, candidates, &session, witness)
+    let facts = &wish.prompts.facts;
+    // Of an image nobody knows how long its computing takes: such picks keep the plain formula.
+    let load_term = if facts.is_multimodal { LoadTerm::Active } else { shared.steering.load_term.of(wish.role) };
+    let weight = service.live().overlap_weight_of(wish.role, load_term) * facts.retention.weight_factor();
+    let costing = Costing { load: load_term.weights(), weight };
+    witness.costed_by(&costing);
+    fill(service, view, wish, costing, scratch, witness);
+    let session = Session { turn, fleet: &view.fleet, indexes: &scratch.indexes };
+    kv_aware(service, view, wish, weight, &scratch.candidates, &session, witness)
 }
 
 fn in_turn<W: Witness>(
@@ -252,22 +258,30 @@ fn in_turn<W: Witness>(
     }
 }
 
+/// What a pick's cost is made of.
+#[derive(Clone, Copy)]
+pub(super) struct Costing {
+    pub load: LoadWeights,
+    /// Of a missing block.
+    pub weight: f64,
+}
+
 /// One candidate per target: what it holds of the prompt or of the images, and its load.
 fn fill<W: Witness>(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
-    indexes: &[u32],
-    queries: &mut Queries,
-    candidates: &mut Vec<Candidate>,
+    costing: Costing,
+    scratch: &mut Scratch,
     witness: &mut W,
 ) {
+    let Scratch { queries, candidates, indexes } = scratch;
     let steering = &service.shared.steering;
     let facts = &wish.prompts.facts;
     // Images are encoded at prefill: a decode worker holds none.
     let images: &[_] = if wish.role == Role::Decode { &[] } else { &facts.images };
     let is_idle = indexes.iter().all(|index| view.fleet.targets[*index as usize].load.requests() == 0);
-    let recent_weight = steering.recent_load.weight(is_idle);
+    let recent_weight = steering.recent_load.weight(is_idle, costing.weight);
     let pick_number = steering.picks.current().wrapping_add(witness.uncounted_picks());
     candidates.clear();
     let host_weight = service.live().host_tier_weight;
@@ -294,20 +308,20 @@ fn fill<W: Witness>(
                 target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
             )
         };
+        let recent_blocks = match recent_weight > 0.0 {
+            true => recent_weight * route::recent_blocks(&target.load, pick_number),
+            false => 0.0,
+        };
         let candidate = Candidate {
             target: index,
             request_blocks,
             cache_hits,
             active_blocks: target.load.active_blocks(),
-            recent_blocks: if recent_weight > 0.0 {
-                recent_weight * route::recent_blocks(&target.load, pick_number)
-            } else {
-                0.0
-            },
+            load_blocks: costing.load.blocks(&target.load, block_tokens) + recent_blocks,
             picked_at_ns: target.load.picked_at_ns(),
             block_tokens,
         };
-        witness.looked_up(&candidate, held_blocks);
+        witness.looked_up(&candidate, held_blocks, recent_blocks);
         candidates.push(candidate);
     }
 }
@@ -316,11 +330,11 @@ fn kv_aware<W: Witness>(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
+    weight: f64,
     candidates: &[Candidate],
     session: &Session<'_>,
     witness: &mut W,
 ) -> Option<Chosen> {
-    let weight = service.live().overlap_weight_of(wish.role) * wish.prompts.facts.retention.weight_factor();
     let demand = Demand::of(service, view, wish);
     let mut place;
     let mut reservation = None;
@@ -402,13 +416,20 @@ impl Chosen {
             _ => breaker.claim(health, shared.now_ms()),
         };
         let at = Instant::now();
+        let booking = Booking::new(target.id, &target.load, blocks, &shared.ledger, shared.ns_at(at));
+        // What a decode worker gets is computed already; what says nothing of its length weighs as one block.
+        let queued_blocks = match (wish.role, &self.by_cost) {
+            (Role::Decode, _) | (_, None) => 0,
+            (_, Some((chosen, _))) if chosen.request_blocks == 0 => 1,
+            (_, Some((chosen, _))) => u64::from(chosen.request_blocks.saturating_sub(chosen.cache_hits)),
+        };
         Some(Picked {
             worker: target.worker.clone(),
             address,
             rank: target.rank,
             handles,
             at,
-            booking: Some(Booking::new(target.id, &target.load, blocks, &shared.ledger, shared.ns_at(at))),
+            booking: Some(booking.queueing(queued_blocks)),
             _reservation: self.reservation,
             session: self.session,
             probe: Cell::new(probe),
@@ -445,6 +466,7 @@ fn note_the_choice(
         cache_hits,
         request_blocks,
         active_blocks = chosen.active_blocks,
+        load_blocks = chosen.load_blocks,
         w_overlap = if facts.is_multimodal { 0.0 } else { weight },
         mm_images = facts.images.len(),
         mm_affinity_hits,

@@ -1,6 +1,7 @@
 //! How a pick tells what it weighs, and the notes of one that is only previewed. The choice itself is `pick`'s; nothing
 //! here is part of a request.
 
+use super::pick::Costing;
 use crate::decode_demand::{DecodeCandidate, DecodeDemand, Input, Selection};
 use crate::route::{Candidate, Terms};
 
@@ -13,10 +14,13 @@ pub(super) trait Witness {
     fn left_out(&mut self, _index: u32, _reason: LeftOut) {}
     /// Every worker that is left has failed too often, so all are asked.
     fn breaker_overruled(&mut self) {}
+    /// What weighs how much.
+    fn costed_by(&mut self, _costing: &Costing) {}
     /// The candidates of a choice by requests in flight, or in turn.
     fn in_order(&mut self, _indexes: &[u32]) {}
     /// A candidate of a choice by cost, with the leading blocks that its target holds in device and in any memory.
-    fn looked_up(&mut self, _candidate: &Candidate, _held: Option<(u32, u32)>) {}
+    /// `recent_blocks`: the part of its load that came lately.
+    fn looked_up(&mut self, _candidate: &Candidate, _held: Option<(u32, u32)>, _recent_blocks: f64) {}
     /// What its cost is made of; in the order of the candidates.
     fn weighed(&mut self, _terms: &Terms) {}
     /// What the candidates' decode demand is; in their order.
@@ -60,6 +64,8 @@ pub(super) enum DecidedBy {
 pub(super) struct Notes {
     pub left_out: Vec<(u32, LeftOut)>,
     pub is_breaker_overruled: bool,
+    /// Absent for a choice that no cost has a part in.
+    pub costing: Option<Costing>,
     /// Indexes of the candidates of a choice that no cost has a part in.
     pub in_order: Vec<u32>,
     pub weighed: Vec<Weighed>,
@@ -75,6 +81,7 @@ pub(super) struct Weighed {
     pub candidate: Candidate,
     /// Leading blocks of the prompt held in device and in any memory; absent without a look-up.
     pub held: Option<(u32, u32)>,
+    pub recent_blocks: f64,
     pub terms: Option<Terms>,
     pub demand: Option<Demanded>,
 }
@@ -103,8 +110,12 @@ impl Witness for Notes {
         self.in_order = indexes.to_vec();
     }
 
-    fn looked_up(&mut self, candidate: &Candidate, held: Option<(u32, u32)>) {
-        self.weighed.push(Weighed { candidate: *candidate, held, terms: None, demand: None });
+    fn costed_by(&mut self, costing: &Costing) {
+        self.costing = Some(*costing);
+    }
+
+    fn looked_up(&mut self, candidate: &Candidate, held: Option<(u32, u32)>, recent_blocks: f64) {
+        self.weighed.push(Weighed { candidate: *candidate, held, recent_blocks, terms: None, demand: None });
     }
 
     fn weighed(&mut self, terms: &Terms) {

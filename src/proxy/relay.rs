@@ -17,6 +17,7 @@ use super::observe::AnswerObserver;
 use super::service::{Handles, answer};
 use super::silence::Watched;
 use crate::api::{self, ApiError};
+use crate::load::QueuedBlocks;
 use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
 
@@ -64,6 +65,8 @@ pub(super) struct StreamObserver<'a> {
     watched: &'a Watched<'a>,
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
+    /// Until the first byte.
+    queued: Option<QueuedBlocks>,
     /// Set at a stream's terminator; then the stream is whole only with one.
     is_complete: Option<&'a Cell<bool>>,
     /// Absent without an access log.
@@ -75,7 +78,12 @@ impl<'a> StreamObserver<'a> {
     /// its body is; one without a single data line has said nothing.
     pub fn of_a_worker(is_stream: bool, watched: &'a Watched<'a>) -> Self {
         let (completion, tally) = (is_stream.then(Completion::default), Tally::of_current());
-        Self { answer: AnswerObserver::new(), watched, completion, is_complete: None, tally }
+        Self { answer: AnswerObserver::new(), watched, completion, queued: None, is_complete: None, tally }
+    }
+
+    /// The same for a prompt that has been in its worker's queue until now: the first byte takes it off.
+    pub fn queueing(self, queued: Option<QueuedBlocks>) -> Self {
+        Self { queued, ..self }
     }
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
@@ -94,6 +102,7 @@ impl BodyObserver for StreamObserver<'_> {
     fn data(&mut self, payload: &[u8]) {
         self.watched.came();
         self.answer.data(payload);
+        self.queued = None;
         if let Some(tally) = &self.tally {
             tally.passed_on(payload.len());
         }

@@ -40,10 +40,10 @@ pub struct InflightCaps {
 /// Settings of requests that a prefill and a decode worker share.
 #[derive(Clone, Debug)]
 pub struct DisaggregationSettings {
-    /// `--kv-prefill-overlap-weight`.
-    pub prefill_overlap_weight: f64,
-    /// `--kv-decode-overlap-weight`.
-    pub decode_overlap_weight: f64,
+    /// `--kv-prefill-overlap-weight`, else the global one.
+    pub prefill_overlap_weight: Option<f64>,
+    /// `--kv-decode-overlap-weight`, else the global one.
+    pub decode_overlap_weight: Option<f64>,
     pub prefill_release: PrefillRelease,
     /// How long a prefill answer may go on after decode has ended; `None` for ever.
     pub prefill_drain_timeout: Option<Duration>,

@@ -13,7 +13,7 @@ use crate::decode_demand::{DecodeDemand, DemandMetrics, Mode};
 use crate::fleet::RecordId;
 use crate::limits;
 use crate::route::affinity::{ClockSeconds, Lease, NoSession, SessionAffinity, SessionKey, SessionTable, session_name};
-use crate::route::{ImageTable, PickCounter, RecentLoad};
+use crate::route::{ImageTable, LoadTerm, PickCounter, RecentLoad};
 use crate::worker::Role;
 
 /// Fixed for the life of the process.
@@ -33,6 +33,8 @@ pub struct SteeringSettings {
     pub sessions_max: usize,
     /// `--kv-recent-load`.
     pub recent_load: RecentLoad,
+    /// `--kv-load`.
+    pub load_term: LoadTerm,
 }
 
 pub struct Steering {
@@ -42,6 +44,7 @@ pub struct Steering {
     pub sessions: Option<Sessions>,
     pub images: ImageTable,
     pub recent_load: RecentLoad,
+    pub load_term: LoadTerm,
     pub picks: PickCounter,
 }
 
@@ -61,6 +64,7 @@ impl Steering {
             sessions,
             images: ImageTable::default(),
             recent_load: settings.recent_load,
+            load_term: settings.load_term,
             picks: PickCounter::default(),
         })
     }
@@ -167,6 +171,7 @@ impl Default for SteeringSettings {
             session_ttl_s: 3600,
             sessions_max: limits::SESSIONS_MAX,
             recent_load: RecentLoad::default(),
+            load_term: LoadTerm::default(),
         }
     }
 }

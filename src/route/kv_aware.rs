@@ -1,7 +1,7 @@
-//! The cost of a target: `overlap_weight × (request_blocks − cache_hits) + active_blocks`, lowest wins.
+//! The cost of a target: `overlap_weight × (request_blocks − cache_hits) + load`, lowest wins.
 //!
 //! The first term is the prefill that the target would have to compute, the second the load that is
-//! already on it. Raising a target's load never makes it more likely, more cache never less.
+//! already on it (`super::LoadTerm`; in the plain formula its active blocks). Raising a target's load never makes it more likely, more cache never less.
 
 /// What is known of one target when a request is picked for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -12,10 +12,10 @@ pub struct Candidate {
     pub request_blocks: u32,
     /// Leading blocks of the prompt that the target holds; at most `request_blocks`.
     pub cache_hits: u32,
-    /// Distinct blocks of prompts in flight on the target.
+    /// Distinct blocks of prompts in flight on the target, for the pick line.
     pub active_blocks: u64,
-    /// Blocks that it missed lately, decayed; 0 where recent load has no part in the cost.
-    pub recent_blocks: f64,
+    /// The load term: what the target has to do, by `LoadTerm`, and what came lately where that has a part in the cost.
+    pub load_blocks: f64,
     /// When it was last picked, nanoseconds on a monotonic clock.
     pub picked_at_ns: u64,
     /// Tokens per block; brings the costs of targets with different block sizes to one unit.
@@ -37,7 +37,7 @@ pub struct Choice {
 pub struct Terms {
     /// Missing blocks times the overlap weight.
     pub prefill: f64,
-    /// What is in flight on the target and what came lately, blocks.
+    /// The load term, blocks.
     pub load: f64,
     /// Units per block: 1 but for targets with larger blocks than another candidate's.
     pub scale: f64,
@@ -51,7 +51,7 @@ impl Terms {
             Some(unit) if candidate.block_tokens > unit => f64::from(candidate.block_tokens) / f64::from(unit),
             _ => 1.0,
         };
-        Self { prefill: overlap_weight * f64::from(missing_blocks), load: candidate.load(), scale }
+        Self { prefill: overlap_weight * f64::from(missing_blocks), load: candidate.load_blocks, scale }
     }
 
     /// What the candidates are compared by.
@@ -65,14 +65,7 @@ pub fn cost(overlap_weight: f64, candidate: &Candidate) -> f64 {
     Terms::of(overlap_weight, candidate, None).cost()
 }
 
-impl Candidate {
-    /// The load term: what is in flight and what came lately.
-    pub fn load(&self) -> f64 {
-        self.active_blocks as f64 + self.recent_blocks
-    }
-}
-
-/// Lowest cost; ties go to fewer active blocks, then to the least recently picked, then to the order of
+/// Lowest cost; ties go to less load, then to the least recently picked, then to the order of
 /// the candidates. Nothing if there are none.
 pub fn pick(overlap_weight: f64, candidates: &[Candidate]) -> Option<Choice> {
     pick_noted(overlap_weight, candidates, |_| ())
@@ -90,7 +83,7 @@ pub fn pick_noted(overlap_weight: f64, candidates: &[Candidate], mut noted: impl
             None => true,
             Some((best_cost, holder)) => candidate_cost
                 .total_cmp(&best_cost)
-                .then(candidate.load().total_cmp(&holder.load()))
+                .then(candidate.load_blocks.total_cmp(&holder.load_blocks))
                 .then(candidate.picked_at_ns.cmp(&holder.picked_at_ns))
                 .is_lt(),
         };
@@ -118,7 +111,7 @@ mod tests {
             request_blocks: 10,
             cache_hits,
             active_blocks,
-            recent_blocks: 0.0,
+            load_blocks: active_blocks as f64,
             picked_at_ns: 0,
             block_tokens,
         }
@@ -142,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn ties_go_to_fewer_active_blocks_then_to_the_least_recently_picked_then_to_order() {
+    fn ties_go_to_less_load_then_to_the_least_recently_picked_then_to_order() {
         check(1.0, &[candidate(0, 5, 5), candidate(1, 3, 3)], 1);
         let recent = Candidate { picked_at_ns: 9, ..candidate(0, 5, 5) };
         let older = Candidate { picked_at_ns: 3, ..candidate(1, 5, 5) };
@@ -158,11 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn recent_misses_weigh_as_load() {
+    fn only_the_load_term_weighs_as_load() {
         let holder = candidate(0, 8, 0);
-        check(1.0, &[holder, candidate(1, 0, 0)], 0);
-        check(1.0, &[Candidate { recent_blocks: 8.5, ..holder }, candidate(1, 0, 0)], 1);
-        check(1.0, &[Candidate { recent_blocks: 0.5, ..candidate(0, 5, 5) }, candidate(1, 5, 5)], 1);
+        check(1.0, &[Candidate { active_blocks: 90, ..holder }, candidate(1, 0, 0)], 0);
+        check(1.0, &[Candidate { load_blocks: 8.5, ..holder }, candidate(1, 0, 0)], 1);
+        check(1.0, &[Candidate { load_blocks: 5.5, ..candidate(0, 5, 5) }, candidate(1, 5, 5)], 1);
     }
 
     #[test]
@@ -188,7 +181,7 @@ mod tests {
     #[test]
     fn prefix_trees_of_small_workers_attract_nothing_on_a_miss() {
         // w0 has never cached anything and is busy; w1 holds thousands of unrelated blocks and idles.
-        let busy = Candidate { active_blocks: 300, ..candidate(0, 0, 0) };
+        let busy = candidate(0, 0, 300);
         check(1.0, &[busy, candidate(1, 0, 0)], 1);
     }
 }

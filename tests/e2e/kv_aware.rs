@@ -1,6 +1,7 @@
 //! Routing by KV events, with simulated engines that store, evict and announce blocks of their own.
 
 use loadgen::engine::events::EngineStyle;
+use loadgen::engine::faults::Faults;
 use loadgen::engine::{Engine, EngineConfig, EngineHandle};
 use serde_json::{Value, json};
 
@@ -105,6 +106,33 @@ fn the_second_request_with_a_long_prefix_goes_where_the_prefix_is_and_stores_not
         ]);
         router.wait_for_rest();
     }
+}
+
+/// A prompt is in its worker's queue from the pick to the first byte of the answer, and not until its end.
+#[test]
+fn a_prompt_leaves_the_queue_when_its_answer_begins() {
+    let tokenizer = tokenizer();
+    let engine = engine(EngineStyle::Vllm, 4096);
+    let router =
+        router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, 1);
+    engine.set_faults(Faults { stall: true, ..Faults::default() });
+    let body = json!({
+        "model": "demo", "stream": true, "max_tokens": 2000, "ignore_eos": true,
+        "messages": [{"role": "user", "content": long_prefix("queue")}],
+    });
+    let mut client = Connection::open(router.address);
+    client.send(&client::request("POST", "/v1/chat/completions", "", body.to_string().as_bytes()));
+    wait_until("the prompt waits", || router.metric_sum("infera_router_queued_blocks") > 10.0);
+    let waiting = router.metric_sum("infera_router_queued_blocks");
+    assert_eq!(waiting, router.metric_sum("infera_router_active_blocks"), "nothing of it is cached");
+    engine.set_faults(Faults::default());
+    assert_eq!(client.head().unwrap().0, 200);
+    assert!(client.chunk().unwrap().is_some());
+    wait_until("the prompt is computed", || router.metric_sum("infera_router_queued_blocks") == 0.0);
+    assert_eq!(router.metric_sum("infera_router_inflight_requests"), 1.0, "the answer goes on");
+    drop(client);
+    router.wait_for_rest();
 }
 
 /// One model on workers with blocks of 16 and of 64 tokens: each prompt is hashed in both sizes, and a repeat goes where it was.

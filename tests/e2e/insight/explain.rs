@@ -148,7 +148,11 @@ fn hits_and_terms_are_those_of_the_pick() {
             let terms = &candidate["terms"];
             let missing = number(&candidate["request_blocks"]) - number(&candidate["cache_hits"]);
             assert_eq!(number(&terms["prefill"]), number(&leg["overlap_weight"]) * missing);
-            let load = number(&candidate["active_blocks"]) + number(&candidate["recent_blocks"]);
+            let weights = &leg["load_weights"];
+            let load = number(&weights["queued"]) * number(&candidate["queued_blocks"])
+                + number(&weights["active"]) * number(&candidate["active_blocks"])
+                + number(&weights["request_tokens"]) / 16.0 * number(&candidate["requests"])
+                + number(&candidate["recent_blocks"]);
             assert_eq!((number(&terms["load"]), number(&terms["cost"])), (load, number(&terms["prefill"]) + load));
             assert!(number(&candidate["any_memory_blocks"]) >= number(&candidate["device_blocks"]));
         }
