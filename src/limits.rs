@@ -202,5 +202,13 @@ pub const SELF_HEAL_ASKS_MAX: usize = 16;
 pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
 /// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.
 pub const TIKTOKEN_TOKEN_BYTES_MAX: usize = 4096;
+/// Samples of the last minutes that the dashboard shows: ten minutes of them.
+pub const HISTORY_SAMPLES: usize = 120;
+/// Longest filter that the log takes at run time, bytes.
+pub const LOG_FILTER_BYTES_MAX: usize = 4 << 10;
+/// Lines of one shard that wait for the access log's thread; further ones are lost and counted.
+pub const ACCESS_LINES_WAITING_MAX: usize = 16_384;
+/// Path, request id and model in a line of the access log, bytes each.
+pub const ACCESS_TEXT_BYTES_MAX: usize = 256;
 /// The configuration file (`--config`), bytes.
 pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;

@@ -6,5 +6,5 @@ mod lists;
 mod paths;
 
 pub use error::{ApiError, from_rejection, json_response, stream_error_event};
-pub use lists::{model, models, workers};
+pub use lists::{breaker, model, models, state, workers};
 pub use paths::{Endpoint, endpoint, query_parameter};

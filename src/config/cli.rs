@@ -60,6 +60,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub machine: MachineArgs,
     #[command(flatten)]
+    pub access_log: super::access_log::AccessLogArgs,
+    #[command(flatten)]
     pub no_effect: NoEffectArgs,
 }
 
@@ -91,7 +93,7 @@ pub struct ListenArgs {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
-    /// Address and port for /metrics, /v1/workers and /v1/admin alone, which the main port then does not answer.
+    /// Address and port for /metrics, /dashboard, /v1/workers and /v1/admin alone, which the main port then does not answer.
     #[arg(long, value_name = "HOST:PORT")]
     pub admin_listen: Option<String>,
     /// Client connections, all shards together; further ones are answered with 503 and closed.

@@ -2,6 +2,7 @@
 //! Nothing is bound or started here, and nothing below `main` reads a flag or a variable again.
 
 mod access;
+mod access_log;
 mod check;
 pub mod cli;
 mod effective;
@@ -23,6 +24,7 @@ use std::time::Duration;
 use clap::builder::Resettable;
 use clap::{CommandFactory, FromArgMatches};
 
+use crate::access_log::AccessLogSettings;
 use crate::discovery::DiscoveryConfig;
 use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, SilenceLimits, SteeringSettings};
@@ -115,6 +117,8 @@ pub struct Config {
     pub log_format: LogFormat,
     /// A filter that parses.
     pub log_level: String,
+    /// Absent: none.
+    pub access_log: Option<AccessLogSettings>,
     /// Things the operator should know; logged once at start.
     pub warnings: Vec<String>,
     effective: Vec<Setting>,

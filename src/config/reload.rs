@@ -189,6 +189,7 @@ mod tests {
         ("require-io-uring", &["true"]),
         ("log-format", &["json"]),
         ("log-level", &["debug"]),
+        ("access-log", &["json"]),
         ("nats-server", &["nats://h:9"]),
         ("nats-req-idle-timeout-s", &["9"]),
         ("nats-req-max-duration-s", &["9"]),
@@ -199,11 +200,12 @@ mod tests {
 
     /// Options with one accepted value only, with none that means something by itself, or given by the test's base.
     /// Certificates are another test's.
-    const WITHOUT_ANOTHER: [&str; 9] = [
+    const WITHOUT_ANOTHER: [&str; 10] = [
         "discovery-backend",
         "kv-event-transport",
         "request-transport",
         "decode-request-weight",
+        "access-log-file",
         "tls-cert-file",
         "tls-key-file",
         "tls-client-ca-file",

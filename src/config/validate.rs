@@ -109,6 +109,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
         &[("text", LogFormat::Text), ("json", LogFormat::Json)],
     );
     let log_level = log_level(&arguments.machine.log_level, &mut problems);
+    let access_log = super::access_log::settings(&arguments.access_log, &mut problems);
     let max_body_bytes = usize::try_from(arguments.listen.max_body_bytes).unwrap_or(usize::MAX);
     if max_body_bytes == 0 {
         problems.add("--max-body-bytes must be at least 1");
@@ -158,6 +159,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
         require_io_uring: arguments.machine.require_io_uring,
         log_format,
         log_level,
+        access_log,
         warnings,
         effective,
         arguments: CommandLine::default(),

@@ -16,6 +16,7 @@ use tracing::{debug, warn};
 use super::keys::OutboundHeaders;
 use super::live::LiveCopy;
 use super::shared::Shared;
+use super::stages::Stage;
 use crate::fleet::Worker;
 use crate::limits;
 use crate::pd::{Leg, RequestIds};
@@ -29,6 +30,8 @@ const ABORT_PATH: &str = "/abort_request";
 pub(super) struct ShardSide {
     pub shared: Arc<Shared>,
     pub upstream: Upstream,
+    /// The shard's number: whose stage times show the legs.
+    pub shard: usize,
     pub live: LiveCopy,
 }
 
@@ -65,7 +68,11 @@ impl LegCall {
             set: &set,
             body: &self.leg.body,
         };
-        self.side.upstream.send_watched(&request, self.progress.as_deref()).await
+        let response = self.side.upstream.send_watched(&request, self.progress.as_deref()).await?;
+        if let Some(took) = response.connect_time() {
+            self.side.shared.took(self.side.shard, Stage::Connect, took);
+        }
+        Ok(response)
     }
 
     /// The same, and waits for the first byte of a successful answer's body: until then it may be given up unseen.

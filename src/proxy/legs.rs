@@ -22,6 +22,7 @@ use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
 use super::silence::Watched;
+use super::stages::Stage;
 use super::verdict::{self, Standing};
 use crate::api::ApiError;
 use crate::load::Booking;
@@ -82,8 +83,9 @@ impl Attempt<'_> {
         }
     }
 
-    /// Decode has begun to answer, which it cannot without prefill: sessions stay with both.
+    /// The first byte of decode's answer is there, which there cannot be without prefill: sessions stay with both.
     fn served(&self) {
+        self.service.took(Stage::FirstByte, self.pair.decode.at.elapsed());
         self.pair.prefill.served();
         self.pair.decode.served();
     }
@@ -157,7 +159,7 @@ impl Attempt<'_> {
             reason = failure.reason,
             "retrying on another pair"
         );
-        self.service.shared.metrics.retried(failure.phase);
+        self.service.shared.retried(failure.phase);
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
 
@@ -352,7 +354,7 @@ async fn answered_badly(
     if standing.is_worth_a_retry() && attempt.takes_retry(role) {
         let (leg, worker) = (role.as_str(), &picked.worker.id);
         debug!(leg, worker = &**worker, status = answer.status.as_u16(), "retrying on another pair");
-        attempt.service.shared.metrics.retried("status");
+        attempt.service.shared.retried("status");
         return Ending::Retry { role, worker: worker.clone(), held };
     }
     let outcome = relay_refusal(answer, responder).await;

@@ -8,12 +8,13 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use http::{HeaderName, HeaderValue, StatusCode};
-use infera_shards::{BodyObserver, IgnoreBody, Relay, RelayOutcome, Responder, UpstreamResponse};
+use infera_shards::{BodyObserver, Relay, RelayOutcome, Responder, UpstreamResponse};
 use tracing::warn;
 
+use super::access::{self, Ended, Tally};
 use super::metrics::Outcome;
 use super::observe::AnswerObserver;
-use super::service::Handles;
+use super::service::{Handles, answer};
 use super::silence::Watched;
 use crate::api::{self, ApiError};
 use crate::load::QueuedBlocks;
@@ -68,14 +69,16 @@ pub(super) struct StreamObserver<'a> {
     queued: Option<QueuedBlocks>,
     /// Set at a stream's terminator; then the stream is whole only with one.
     is_complete: Option<&'a Cell<bool>>,
+    /// Absent without an access log.
+    tally: Option<Tally>,
 }
 
 impl<'a> StreamObserver<'a> {
     /// Of one worker's answer. Endpoints differ in how a stream ends, so any stream that has said something is whole once
     /// its body is; one without a single data line has said nothing.
     pub fn of_a_worker(is_stream: bool, watched: &'a Watched<'a>) -> Self {
-        let completion = is_stream.then(Completion::default);
-        Self { answer: AnswerObserver::new(), watched, completion, queued: None, is_complete: None }
+        let (completion, tally) = (is_stream.then(Completion::default), Tally::of_current());
+        Self { answer: AnswerObserver::new(), watched, completion, queued: None, is_complete: None, tally }
     }
 
     /// The same for a prompt that has been in its worker's queue until now: the first byte takes it off.
@@ -100,6 +103,9 @@ impl BodyObserver for StreamObserver<'_> {
         self.watched.came();
         self.answer.data(payload);
         self.queued = None;
+        if let Some(tally) = &self.tally {
+            tally.passed_on(payload.len());
+        }
         let Some(completion) = &mut self.completion else { return };
         completion.feed(payload);
         if let Some(is_complete) = &self.is_complete
@@ -131,6 +137,7 @@ pub(super) async fn relay_decode(
     mut beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
+    access::note(|line| line.status = Some(status));
     let is_stream = is_stream(&response);
     let worker = answering.decode_worker;
     let mut observer = StreamObserver::of_decode(is_stream, &answering);
@@ -148,16 +155,19 @@ pub(super) async fn relay_decode(
     let failure = observer.failure();
     match outcome {
         RelayOutcome::Complete if failure.is_some() => {
+            access::note(|line| line.ended = Ended::StreamError);
             warn!(worker = &**worker, "a decode worker reported an error inside its stream");
             Answer { outcome: Outcome::Error, is_whole: true, failure }
         }
         RelayOutcome::Complete => {
+            access::note(|line| line.ended = Ended::Complete);
             if status == StatusCode::OK {
                 count(answering.handles, answering.received, &observer.answer);
             }
             Answer { outcome: Outcome::from(status), is_whole: true, failure }
         }
         RelayOutcome::UpstreamFailed(error) => {
+            access::note(|line| line.ended = Ended::Cut);
             warn!(worker = &**worker, phase = error.phase(), %error, "an answer was cut by its decode worker");
             answer_if_possible(responder, format!("decode worker {worker} failed ({}): {error}", error.phase())).await;
             Answer { outcome: Outcome::Error, is_whole: false, failure: Some(StreamFailure::Worker) }
@@ -171,10 +181,16 @@ pub(super) async fn relay_decode(
 /// Passes on an answer that ends the request as it is: a leg's refusal, in its own words.
 pub(super) async fn relay_refusal(response: UpstreamResponse, responder: &mut Responder) -> Outcome {
     let status = response.status;
-    let relay = Relay { set: &[], remove: &[], observer: &mut IgnoreBody, cut_notice: None };
+    access::note(|line| line.status = Some(status));
+    let mut observer = Counted(Tally::of_current());
+    let relay = Relay { set: &[], remove: &[], observer: &mut observer, cut_notice: None };
     match responder.relay(response, relay).await {
-        RelayOutcome::Complete => Outcome::from(status),
+        RelayOutcome::Complete => {
+            access::note(|line| line.ended = Ended::Complete);
+            Outcome::from(status)
+        }
         RelayOutcome::UpstreamFailed(error) => {
+            access::note(|line| line.ended = Ended::Cut);
             answer_if_possible(responder, format!("a worker failed inside its refusal: {error}")).await;
             Outcome::Error
         }
@@ -182,10 +198,21 @@ pub(super) async fn relay_refusal(response: UpstreamResponse, responder: &mut Re
     }
 }
 
+/// Looks at nothing but how much there is.
+struct Counted(Option<Tally>);
+
+impl BodyObserver for Counted {
+    fn data(&mut self, payload: &[u8]) {
+        if let Some(tally) = &self.0 {
+            tally.passed_on(payload.len());
+        }
+    }
+}
+
 async fn answer_if_possible(responder: &mut Responder, reason: String) {
     if !responder.started() {
         // A client that has left needs no answer.
-        let _ = responder.send(ApiError::WorkerFailed { reason }.into_response()).await;
+        answer(ApiError::WorkerFailed { reason }.into_response(), responder).await;
     }
 }
 

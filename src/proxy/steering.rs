@@ -108,16 +108,18 @@ impl Sessions {
         Ok(Self { headers: settings.session_headers.clone(), secret, tables, ignored })
     }
 
-    /// The session that a request belongs to. A header that cannot be used is counted, never refused.
-    pub fn name_of(&self, head: &Head) -> Option<SessionName> {
+    /// The session that a request belongs to, or why it has none.
+    pub fn read(&self, head: &Head) -> Result<SessionName, NoSession> {
         let values = self.headers.iter().flat_map(|name| head.get_all(name));
-        let reason = match session_name(values) {
-            Ok(name) => return Some(SessionName(xxh3_128_with_seed(name, self.secret))),
+        session_name(values).map(|name| SessionName(xxh3_128_with_seed(name, self.secret)))
+    }
+
+    /// The same. A header that cannot be used is counted, never refused.
+    pub fn name_of(&self, head: &Head) -> Option<SessionName> {
+        let reason = match self.read(head) {
+            Ok(name) => return Some(name),
             Err(NoSession::Absent) => return None,
-            Err(NoSession::Empty) => "empty",
-            Err(NoSession::TooLong) => "too_long",
-            Err(NoSession::NotAscii) => "not_ascii",
-            Err(NoSession::Ambiguous) => "ambiguous",
+            Err(refused) => refused.as_str(),
         };
         self.ignored.with_label_values(&[reason]).inc();
         None
@@ -143,6 +145,11 @@ pub struct Turn<'a> {
 }
 
 impl Turn<'_> {
+    /// See [`SessionTable::peek`].
+    pub fn peek(&self, may_serve: impl Fn(RecordId) -> bool) -> Option<RecordId> {
+        self.table.peek(self.key, may_serve)
+    }
+
     /// See [`SessionTable::follow`].
     pub fn follow(&self, may_serve: impl Fn(RecordId) -> bool) -> Option<Lease> {
         self.table.follow(self.key, may_serve)

@@ -32,26 +32,53 @@ pub struct Choice {
     pub cost: f64,
 }
 
+/// What the cost of one candidate is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Terms {
+    /// Missing blocks times the overlap weight.
+    pub prefill: f64,
+    /// The load term, blocks.
+    pub load: f64,
+    /// Units per block: 1 but for targets with larger blocks than another candidate's.
+    pub scale: f64,
+}
+
+impl Terms {
+    /// A weight of 0 drops the cache term.
+    fn of(overlap_weight: f64, candidate: &Candidate, unit_tokens: Option<u32>) -> Self {
+        let missing_blocks = candidate.request_blocks.saturating_sub(candidate.cache_hits);
+        let scale = match unit_tokens {
+            Some(unit) if candidate.block_tokens > unit => f64::from(candidate.block_tokens) / f64::from(unit),
+            _ => 1.0,
+        };
+        Self { prefill: overlap_weight * f64::from(missing_blocks), load: candidate.load_blocks, scale }
+    }
+
+    /// What the candidates are compared by.
+    pub fn cost(&self) -> f64 {
+        (self.prefill + self.load) * self.scale
+    }
+}
+
 /// Cost in blocks of the target's own size. A weight of 0 drops the cache term.
 pub fn cost(overlap_weight: f64, candidate: &Candidate) -> f64 {
-    let missing_blocks = candidate.request_blocks.saturating_sub(candidate.cache_hits);
-    overlap_weight * f64::from(missing_blocks) + candidate.load_blocks
+    Terms::of(overlap_weight, candidate, None).cost()
 }
 
 /// Lowest cost; ties go to less load, then to the least recently picked, then to the order of
 /// the candidates. Nothing if there are none.
 pub fn pick(overlap_weight: f64, candidates: &[Candidate]) -> Option<Choice> {
+    pick_noted(overlap_weight, candidates, |_| ())
+}
+
+/// The same; `noted` hears the terms of each candidate, in order.
+pub fn pick_noted(overlap_weight: f64, candidates: &[Candidate], mut noted: impl FnMut(&Terms)) -> Option<Choice> {
     let unit_tokens = candidates.iter().map(|candidate| candidate.block_tokens).filter(|tokens| *tokens > 0).min();
-    let in_units = |candidate: &Candidate| {
-        let scale = match unit_tokens {
-            Some(unit) if candidate.block_tokens > unit => f64::from(candidate.block_tokens) / f64::from(unit),
-            _ => 1.0,
-        };
-        cost(overlap_weight, candidate) * scale
-    };
     let mut best: Option<(f64, &Candidate)> = None;
     for candidate in candidates {
-        let candidate_cost = in_units(candidate);
+        let terms = Terms::of(overlap_weight, candidate, unit_tokens);
+        noted(&terms);
+        let candidate_cost = terms.cost();
         let better = match best {
             None => true,
             Some((best_cost, holder)) => candidate_cost

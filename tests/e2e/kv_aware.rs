@@ -11,17 +11,17 @@ use crate::support::router::{Router, Start, router};
 use crate::support::wait_until;
 
 /// Directory with the tokenizer that the simulated engines run.
-fn tokenizer() -> tempfile::TempDir {
+pub fn tokenizer() -> tempfile::TempDir {
     let directory = tempfile::tempdir().unwrap();
     loadgen::prompt::write_shipped_tokenizer(directory.path()).unwrap();
     directory
 }
 
-fn engine(style: EngineStyle, blocks_total: usize) -> EngineHandle {
+pub fn engine(style: EngineStyle, blocks_total: usize) -> EngineHandle {
     Engine::start(EngineConfig { style, blocks_total, ..EngineConfig::default() }).unwrap()
 }
 
-trait WithEngine {
+pub trait WithEngine {
     fn engine(self, engine: &EngineHandle) -> Self;
 }
 
@@ -31,11 +31,11 @@ impl WithEngine for Start {
     }
 }
 
-fn chat(text: &str) -> String {
+pub fn chat(text: &str) -> String {
     json!({"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}).to_string()
 }
 
-fn long_prefix(topic: &str) -> String {
+pub fn long_prefix(topic: &str) -> String {
     format!("{topic}: {}", "the fleet keeps its prefix blocks warm and the router knows where. ".repeat(60))
 }
 
@@ -48,7 +48,7 @@ fn block_count(router: &Router, engine: &EngineHandle) -> u64 {
 }
 
 /// The mirror shows what the engines hold.
-fn wait_for_mirror(router: &Router, engines: &[EngineHandle]) {
+pub fn wait_for_mirror(router: &Router, engines: &[EngineHandle]) {
     for engine in engines {
         assert!(engine.wait_until(PATIENCE, |state| state.is_idle()), "the engine rests");
         wait_until("the mirror equals the engine's pool", || {
@@ -58,7 +58,7 @@ fn wait_for_mirror(router: &Router, engines: &[EngineHandle]) {
 }
 
 /// Waits until the router hears the engines' events: a subscriber that joins late misses what came before.
-fn wait_for_feeds(router: &Router, engines: usize) {
+pub fn wait_for_feeds(router: &Router, engines: usize) {
     wait_until("every event feed is connected", || {
         router.metric_sum("infera_router_kv_events_connected") == engines as f64
     });

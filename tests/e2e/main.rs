@@ -22,6 +22,7 @@ mod exposition;
 mod failures;
 mod forwarding;
 mod images;
+mod insight;
 mod keys;
 mod kv_aware;
 mod leaving;

@@ -21,6 +21,8 @@ pub(crate) struct Connection {
     pub(super) tls: Option<TlsName>,
     /// It has carried an exchange before this one.
     pub(super) reused: bool,
+    /// What opening it took.
+    pub(super) connect_time: Duration,
     /// A byte of the current exchange's answer has arrived.
     pub(super) answered: bool,
     slot: Slot,
@@ -44,12 +46,13 @@ impl From<io::Error> for Trouble {
 }
 
 impl Connection {
-    pub(super) fn new(stream: Stream, address: SocketAddr, tls: Option<TlsName>) -> Connection {
+    pub(super) fn new(stream: Stream, address: SocketAddr, tls: Option<TlsName>, connect_time: Duration) -> Connection {
         Connection {
             stream,
             address,
             tls,
             reused: false,
+            connect_time,
             answered: false,
             slot: Slot::new(),
             buffer: Vec::new(),

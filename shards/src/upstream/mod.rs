@@ -12,7 +12,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Method};
@@ -158,10 +158,11 @@ impl Upstream {
             }
             Ok(stream)
         };
+        let started = Instant::now();
         match crate::net::timeout(self.0.timeouts.get().connect, connecting).await {
             Some(Ok(stream)) => {
                 self.0.counters.upstream_connects.add(1);
-                Ok(Box::new(Connection::new(stream, address, tls.cloned())))
+                Ok(Box::new(Connection::new(stream, address, tls.cloned(), started.elapsed())))
             }
             Some(Err(error)) => Err(failed(UpstreamErrorKind::Connect(error))),
             None => Err(failed(UpstreamErrorKind::ConnectTimeout)),
