@@ -8,6 +8,8 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
+use infera_shards::TlsName;
+
 use crate::worker::{Generation, Name, Role, WorkerRecord};
 
 pub use parity::{Parity, TargetParity};
@@ -50,6 +52,8 @@ pub struct Worker {
     pub authority: String,
     /// Path in front of every request's path (the URL's own path without its trailing slash), mostly empty.
     pub base_path: String,
+    /// What its certificate must be for; absent where requests go over plain TCP.
+    pub tls: Option<TlsName>,
     pub state: WorkerState,
     pub health: Arc<WorkerHealth>,
     pub speech: Arc<WorkerSpeech>,
@@ -75,6 +79,8 @@ pub struct TargetLoad {
     pub(crate) blockless_requests: AtomicU64,
     /// All in-flight requests.
     pub(crate) requests: AtomicU64,
+    /// Blocks that the target has yet to compute for requests whose answers have not begun.
+    pub(crate) queued_blocks: AtomicU64,
     /// When the target was last picked, nanoseconds on the caller's monotonic clock.
     pub(crate) picked_at_ns: AtomicU64,
     /// Blocks missed by recent picks, decayed; packed by `route` only.
@@ -136,6 +142,11 @@ impl TargetLoad {
         self.distinct_blocks.load(Ordering::Relaxed)
             + self.pending_blocks.load(Ordering::Relaxed)
             + self.blockless_requests.load(Ordering::Relaxed)
+    }
+
+    /// Blocks to be computed before all answers under way have begun; exact at once, unlike the distinct ones.
+    pub fn queued_blocks(&self) -> u64 {
+        self.queued_blocks.load(Ordering::Relaxed)
     }
 
     /// Requests in flight.
@@ -377,6 +388,7 @@ pub(crate) mod fixtures {
                 address: None,
                 authority: member.id.to_owned(),
                 base_path: String::new(),
+                tls: None,
                 state: WorkerState::Active,
                 health: Arc::new(WorkerHealth::new(fleet.ailing.clone())),
                 speech: Arc::default(),

@@ -23,6 +23,7 @@ pub mod pd;
 // Exchange.
 pub mod proxy;
 // Slow side.
+pub mod access_log;
 pub mod admin;
 pub mod config;
 pub mod discovery;

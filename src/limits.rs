@@ -214,5 +214,13 @@ pub const TRANSLATED_ANSWER_BYTES_MAX: usize = 64 << 20;
 
 /// An answer that may say that a worker does not know a path, bytes.
 pub const UNKNOWN_PATH_ANSWER_BYTES_MAX: usize = 64 << 10;
+/// Samples of the last minutes that the dashboard shows: ten minutes of them.
+pub const HISTORY_SAMPLES: usize = 120;
+/// Longest filter that the log takes at run time, bytes.
+pub const LOG_FILTER_BYTES_MAX: usize = 4 << 10;
+/// Lines of one shard that wait for the access log's thread; further ones are lost and counted.
+pub const ACCESS_LINES_WAITING_MAX: usize = 16_384;
+/// Path, request id and model in a line of the access log, bytes each.
+pub const ACCESS_TEXT_BYTES_MAX: usize = 256;
 /// The configuration file (`--config`), bytes.
 pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;

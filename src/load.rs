@@ -68,6 +68,28 @@ pub struct Booking {
     blocks: Arc<[BlockHash]>,
     ledger: Arc<dyn LedgerSink>,
     is_complete: Cell<bool>,
+    queued: Cell<Option<QueuedBlocks>>,
+}
+
+/// Blocks that a target has yet to compute for a request. Dropping it takes them off the target's queue, exactly once: with
+/// the first byte of the answer, or with the booking on every exit before that.
+#[derive(Debug)]
+pub struct QueuedBlocks {
+    load: Arc<TargetLoad>,
+    blocks: u64,
+}
+
+impl QueuedBlocks {
+    fn new(load: &Arc<TargetLoad>, blocks: u64) -> Self {
+        load.queued_blocks.fetch_add(blocks, Ordering::Relaxed);
+        Self { load: load.clone(), blocks }
+    }
+}
+
+impl Drop for QueuedBlocks {
+    fn drop(&mut self) {
+        self.load.queued_blocks.fetch_sub(self.blocks, Ordering::Relaxed);
+    }
 }
 
 impl Booking {
@@ -87,7 +109,25 @@ impl Booking {
             load.pending_blocks.fetch_add(blocks.len() as u64, Ordering::Relaxed);
             ledger.send(LedgerMessage::Started { target, load: load.clone(), blocks: blocks.clone() });
         }
-        Self { target, load: load.clone(), blocks, ledger: ledger.clone(), is_complete: Cell::new(false) }
+        Self {
+            target,
+            load: load.clone(),
+            blocks,
+            ledger: ledger.clone(),
+            is_complete: Cell::new(false),
+            queued: Cell::new(None),
+        }
+    }
+
+    /// The same, with blocks of the prompt that the target has yet to compute.
+    pub fn queueing(self, blocks: u64) -> Self {
+        self.queued.set((blocks > 0).then(|| QueuedBlocks::new(&self.load, blocks)));
+        self
+    }
+
+    /// Hands over the end of the queueing to whoever sees the answer begin; nothing where that was done before.
+    pub fn take_queued(&self) -> Option<QueuedBlocks> {
+        self.queued.take()
     }
 
     /// The worker has computed the whole prompt and answered it well.
@@ -234,6 +274,21 @@ mod tests {
         assert!(bench.held.0.lock().expect("no panic while held").is_empty());
         drop(booking);
         assert_eq!((bench.load.active_blocks(), bench.load.requests()), (0, 0));
+    }
+
+    #[test]
+    fn a_prompt_waits_until_its_answer_begins_or_its_booking_ends() {
+        let mut bench = Bench::new();
+        let (seen, unseen) = (bench.book(&[1, 2, 3]).queueing(2), bench.book(&[4]).queueing(1));
+        bench.settle();
+        assert_eq!((bench.load.queued_blocks(), bench.load.active_blocks()), (3, 4));
+        drop(seen.take_queued());
+        assert!(seen.take_queued().is_none(), "taken off once");
+        assert_eq!((bench.load.queued_blocks(), bench.load.active_blocks()), (1, 4));
+        drop(unseen);
+        drop(seen);
+        bench.settle();
+        assert_eq!((bench.load.queued_blocks(), bench.load.active_blocks()), (0, 0));
     }
 
     #[test]

@@ -15,7 +15,7 @@ use infera_router::proxy::{Lifecycle, LiveCell, RequestMetrics, RouterService, S
 use infera_router::reload::{Reload, Users};
 use infera_router::route::Policy;
 use infera_router::supervise::{self, End, Supervisor};
-use infera_router::{inspect, logging, parity};
+use infera_router::{access_log::AccessLog, inspect, logging, parity};
 use infera_shards::Engine;
 use tracing::{info, warn};
 
@@ -70,10 +70,11 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let encoders = EncoderPool::start_warm(config.encoder_thread_count(), warm_up)?;
 
     let lifecycle = Arc::new(Lifecycle::default());
-    let metrics = Arc::new(RequestMetrics::new()?);
+    let metrics = Arc::new(RequestMetrics::new(config.shards)?);
+    let access_log = AccessLog::start(config.access_log.as_ref(), config.shards, metrics.registry())?;
     let steering = Arc::new(Steering::new(&config.steering, metrics.registry())?);
-    let worker_key = config.access.worker_key.as_ref();
-    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), worker_key));
+    let (key, tls) = (config.access.worker_key.as_ref(), &config.tls.workers);
+    let heal = config.kv_self_heal.then(|| SelfHeal::start(ingest.view.clone(), metrics.registry(), key, tls));
     let heal = heal.transpose()?;
     let engine_stats = Arc::new(std::sync::OnceLock::new());
     let page = MetricsPage::new(
@@ -85,7 +86,9 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         engine_stats.clone(),
     )
     .with_prompter(prompter.clone());
-    let admin = Admin::start(AdminState { view: ingest.view.clone(), policy: config.policy, page })?;
+    let effective = Effective::of(config);
+    let state = AdminState { policy: config.policy, page, settings: effective.clone(), log: log.filter() };
+    let admin = Admin::start(state)?;
     let shared = Arc::new(Shared {
         settings: config.request_settings(),
         live: LiveCell::new(config.live_settings()),
@@ -96,6 +99,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         metrics,
         steering,
         control: admin.control_plane(),
+        access: access_log.as_ref().map(AccessLog::queues),
         lifecycle: lifecycle.clone(),
         epoch: Instant::now(),
         started_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
@@ -106,8 +110,9 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         shared: shared.clone(),
         discovery: discovery.control(),
         heal: heal.as_ref(),
+        tls: config.tls.listener.clone(),
         log: log.filter(),
-        effective: Effective::of(config),
+        effective,
     };
     let mut reload = Reload::new(config.clone(), users)?;
 
@@ -135,12 +140,9 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     };
     lifecycle.drain();
     supervisor.drain(signal, &engine, reload.config().drain_timeout);
-    drop(control);
-    drop(engine);
+    drop((control, engine, reload));
     discovery.stop();
-    drop(reload);
-    drop(heal);
-    drop(shared);
+    drop((heal, shared, access_log));
     admin.stop();
     ingest.stop();
     info!("stopped");

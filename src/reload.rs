@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use infera_shards::ServerTls;
 use prometheus::{Gauge, IntCounter, IntCounterVec, Opts};
 use tracing::{error, info, warn};
 
@@ -18,6 +19,8 @@ pub struct Users<'a> {
     pub shared: Arc<Shared>,
     pub discovery: DiscoveryControl,
     pub heal: Option<&'a SelfHeal>,
+    /// What the listener shows; absent where it speaks plain HTTP.
+    pub tls: Option<ServerTls>,
     pub log: LogFilter,
     pub effective: Effective,
 }
@@ -79,13 +82,16 @@ impl<'a> Reload<'a> {
     }
 
     fn apply(&self, changes: &Changes) {
-        let Users { shared, discovery, heal, log, effective } = &self.users;
+        let Users { shared, discovery, heal, tls, log, effective } = &self.users;
         let config = &self.config;
         // Where the file is as it was, a filter that was set at run time stays.
         if changes.in_force.iter().any(|name| name == "log-level")
             && let Err(problem) = log.set(&config.log_level)
         {
             warn!(problem, "the log's filter stays as it was");
+        }
+        if let (Some(shown), Some(read)) = (tls, &config.tls.listener) {
+            shown.replace(read);
         }
         shared.live.replace(config.live_settings());
         discovery.replace(Replacement {

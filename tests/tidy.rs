@@ -14,7 +14,19 @@ const LAYERS: &[&[&str]] = &[
     &["route", "decode_demand", "load", "breaker"],
     &["pd", "api"],
     &["proxy"],
-    &["ingest", "discovery", "admin", "config", "metrics", "inspect", "logging", "parity", "reload", "supervise"],
+    &[
+        "ingest",
+        "discovery",
+        "access_log",
+        "admin",
+        "config",
+        "metrics",
+        "inspect",
+        "logging",
+        "parity",
+        "reload",
+        "supervise",
+    ],
 ];
 
 /// Lines of a file without its tests.

@@ -1,7 +1,7 @@
 //! The measuring tools: a side-by-side harness for HTTP proxies and the proxies of the runtime comparison.
 //!
 //! Owns the backend, the load, the rivals' life and the reports. For these the router is what users run, a process of
-//! its own; only the benches that measure single functions (index, encoders) import it.
+//! its own; only the benches that measure single functions (index, encoders) and the simulation of its decisions import it.
 
 pub mod answer;
 pub mod backend;
@@ -18,4 +18,5 @@ pub mod report;
 pub mod rivals;
 pub mod runtimes;
 pub mod scenario;
+pub mod simulation;
 pub mod statistics;

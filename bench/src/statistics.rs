@@ -10,6 +10,7 @@ pub struct Spread {
     pub q1: f64,
     pub q3: f64,
     pub minimum: f64,
+    pub maximum: f64,
     pub samples: usize,
 }
 
@@ -17,9 +18,9 @@ pub struct Spread {
 pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
-    let minimum = *values.first()?;
+    let (minimum, maximum) = (*values.first()?, *values.last()?);
     let [q1, median, q3] = [0.25, 0.5, 0.75].map(|quantile| interpolated(&values, quantile));
-    Some(Spread { median, q1, q3, minimum, samples: values.len() })
+    Some(Spread { median, q1, q3, minimum, maximum, samples: values.len() })
 }
 
 /// Linear interpolation between the neighbours of the wanted rank; `sorted` must not be empty.
@@ -42,7 +43,7 @@ mod tests {
     #[test]
     fn quartiles_interpolate() {
         let all = spread([4.0, 1.0, 3.0, 2.0, 5.0]).unwrap();
-        assert_eq!(all, Spread { median: 3.0, q1: 2.0, q3: 4.0, minimum: 1.0, samples: 5 });
+        assert_eq!(all, Spread { median: 3.0, q1: 2.0, q3: 4.0, minimum: 1.0, maximum: 5.0, samples: 5 });
         assert_eq!(spread([1.0, 2.0]).unwrap().median, 1.5);
         assert_eq!(spread([7.0]).unwrap().q3, 7.0);
         assert!(spread([]).is_none());

@@ -3,8 +3,10 @@
 
 pub mod demo;
 pub mod engine;
+pub mod fleet;
 pub mod net;
 pub mod prompt;
 pub mod run;
 pub mod seed;
+pub mod sim;
 pub mod words;

@@ -29,6 +29,7 @@ impl Service for Proxy {
         let body = [request.body];
         let outgoing = UpstreamRequest {
             address: self.upstream,
+            tls: None,
             authority: &self.authority,
             method: &request.method,
             path_prefix: "",

@@ -4,6 +4,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use crate::tls::{ClientTls, ServerTls};
+
 /// Which IO driver a shard runs on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DriverChoice {
@@ -27,6 +29,8 @@ pub struct EngineConfig {
     pub driver: DriverChoice,
     /// Fail to start instead of falling back to epoll.
     pub require_io_uring: bool,
+    /// The listener speaks TLS, and nothing else.
+    pub tls: Option<ServerTls>,
     pub limits: Limits,
     pub upstream: UpstreamConfig,
 }
@@ -40,6 +44,7 @@ impl EngineConfig {
             cpus: None,
             driver: DriverChoice::Auto,
             require_io_uring: false,
+            tls: None,
             limits: Limits::default(),
             upstream: UpstreamConfig::default(),
         }
@@ -56,7 +61,7 @@ pub struct Limits {
     pub headers_max: usize,
     /// Request body after de-chunking, bytes; more is 413.
     pub body_bytes_max: usize,
-    /// From the first byte of a head (or from accept) to its end; then 408.
+    /// From the first byte of a head (or from accept) to its end; then 408. A TLS handshake has as long by itself.
     pub head_timeout: Duration,
     /// Longest pause between two pieces of a request body; then 408.
     pub body_timeout: Duration,
@@ -93,6 +98,7 @@ impl Default for Limits {
 /// Caps and timeouts towards upstreams. There is no limit on the whole of an exchange: a stream may run for hours.
 #[derive(Clone, Debug)]
 pub struct UpstreamConfig {
+    /// For the TCP connection, and a TLS handshake on it.
     pub connect_timeout: Duration,
     /// From the end of the request to the first byte of the answer.
     pub first_byte_timeout: Option<Duration>,
@@ -106,6 +112,8 @@ pub struct UpstreamConfig {
     pub pool_idle_max: usize,
     /// Status line and headers of an answer, bytes.
     pub response_head_bytes_max: usize,
+    /// For requests that name a [`crate::TlsName`].
+    pub tls: ClientTls,
 }
 
 /// The timeouts that may change while shards run; see [`UpstreamConfig`]. `None` waits for ever.
@@ -132,6 +140,7 @@ impl Default for UpstreamConfig {
             pool_idle_timeout: Duration::from_secs(4),
             pool_idle_max: 1024,
             response_head_bytes_max: 64 << 10,
+            tls: ClientTls::default(),
         }
     }
 }

@@ -235,6 +235,7 @@ fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, s
         let mailbox = Mailbox::new(sender);
         let shard = Rc::new(Shard {
             limits: seed.config.limits.clone(),
+            tls: seed.config.tls.clone(),
             counters: seed.counters,
             draining: std::cell::Cell::new(false),
         });
@@ -385,7 +386,10 @@ async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>
 fn admit<S: Service>(stream: net::Stream, peer: SocketAddr, shard: &Rc<Shard>, service: &Rc<S>) {
     shard.counters.connections_accepted.add(1);
     if shard.counters.connections_open.get() < shard.limits.connections_max as u64 {
-        shard::spawn_watchful(connection::serve(shard.clone(), service.clone(), stream, peer));
+        match &shard.tls {
+            None => shard::spawn_watchful(connection::serve(shard.clone(), service.clone(), stream, peer)),
+            Some(_) => shard::spawn_watchful(connection::serve_secure(shard.clone(), service.clone(), stream, peer)),
+        }
         return;
     }
     shard.counters.rejections.add(1);
@@ -395,7 +399,10 @@ fn admit<S: Service>(stream: net::Stream, peer: SocketAddr, shard: &Rc<Shard>, s
         reason: "too many connections",
         peer,
     };
-    // Best effort: whoever is over the cap gets what fits into an empty socket buffer.
-    let _ = stream.try_send(&connection::rejection_bytes(&**service, &rejection));
+    // Best effort: whoever is over the cap gets what fits into an empty socket buffer. A handshake is what a connection
+    // too many must not cost.
+    if shard.tls.is_none() {
+        let _ = stream.try_send(&connection::rejection_bytes(&**service, &rejection));
+    }
     stream.shutdown_write();
 }

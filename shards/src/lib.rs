@@ -1,4 +1,4 @@
-//! Thread-per-core HTTP/1.1 engine of the router. It owns listeners, the HTTP/1.1 codec on both sides,
+//! Thread-per-core HTTP/1.1 engine of the router. It owns listeners, TLS, the HTTP/1.1 codec on both sides,
 //! the upstream connection pool, the relay, timers, pinning and cross-thread wake-up. It never parses
 //! JSON and never knows what a worker, a model or a prompt is.
 //!
@@ -24,6 +24,7 @@ mod service;
 mod shard;
 mod stats;
 pub mod time;
+mod tls;
 mod trim;
 mod upstream;
 
@@ -39,4 +40,5 @@ pub use raw::{prefetch, release_free_memory};
 pub use service::{Rejection, RejectionKind, Request, Response, Service, ShardContext};
 pub use shard::{boxed, spawn_local};
 pub use stats::ShardStats;
+pub use tls::{ClientTls, ServerTls, TlsError, TlsName};
 pub use upstream::{SendProgress, Upstream, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse};

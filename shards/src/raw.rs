@@ -1,6 +1,6 @@
-//! The only unsafe code of the crate: shared access to a runtime stream, its descriptor as a borrowed one, the filter of a
-//! listener that is about to close, the allocator and its release call, and the processor's prefetch. It never does IO of
-//! its own.
+//! The only unsafe code of the crate: shared access to a runtime stream, its descriptor as a borrowed one, the bytes of a
+//! runtime buffer, the filter of a listener that is about to close, the allocator and its release call, and the
+//! processor's prefetch. It never does IO of its own.
 //!
 //! Why shared access is needed: one task reads from a client (to see it leave) while it writes to it. The runtime's stream
 //! takes `&mut self` for both and its split halves offer no readiness wait and shut the socket down on drop.
@@ -41,15 +41,30 @@ impl SharedStream {
     }
 
     /// Waits until a read would not block: bytes, end of stream or an error. Consumes nothing, may be dropped at will.
-    pub(crate) fn readable(self: &Rc<Self>) -> impl Future<Output = std::io::Result<()>> + use<> {
-        let shared = self.clone();
+    // An `async fn` would keep the holder twice: as its argument and as its local.
+    #[allow(clippy::manual_async_fn)]
+    pub(crate) fn readable<H: AsRef<SharedStream>>(
+        holder: Rc<H>,
+    ) -> impl Future<Output = std::io::Result<()>> + use<H> {
         async move {
             // SAFETY: `readable` reads the reference only on its first poll, to clone the handle, before any other
             // code can run; `send` and `receive` make their short-lived exclusive reference later or earlier, never
-            // during that poll, and this reference is not used after it.
-            let stream = unsafe { &*shared.0.get() };
+            // during that poll, and this reference is not used after it. The holder keeps the stream alive.
+            let stream = unsafe { &*(*holder).as_ref().0.get() };
             // Not `relaxed`: our own non-blocking reads leave the epoll driver's readiness flag stale.
             stream.readable(false).await
+        }
+    }
+
+    /// Waits until a write would not block, or fails. May be dropped at will.
+    #[allow(clippy::manual_async_fn)]
+    pub(crate) fn writable<H: AsRef<SharedStream>>(
+        holder: Rc<H>,
+    ) -> impl Future<Output = std::io::Result<()>> + use<H> {
+        async move {
+            // SAFETY: as in `readable`; `writable` has the same shape.
+            let stream = unsafe { &*(*holder).as_ref().0.get() };
+            stream.writable(false).await
         }
     }
 
@@ -59,6 +74,26 @@ impl SharedStream {
         // number out, and no exclusive reference exists outside the calls above.
         unsafe { BorrowedFd::borrow_raw((*self.0.get()).as_raw_fd()) }
     }
+}
+
+/// The bytes of a buffer that is about to be sent.
+pub(crate) fn bytes_of<B: IoBuf>(buffer: &B) -> &[u8] {
+    // SAFETY: the trait, which is unsafe to implement, promises that so many bytes behind the pointer are initialized and
+    // stay where they are; the slice borrows the buffer, so nobody changes it meanwhile.
+    unsafe { std::slice::from_raw_parts(buffer.read_ptr(), buffer.bytes_init()) }
+}
+
+/// Copies bytes into a buffer behind the `filled` ones that were copied before, as far as there is room; gives their number.
+pub(crate) fn append_to<B: IoBufMut>(buffer: &mut B, filled: usize, bytes: &[u8]) -> usize {
+    let taken = bytes.len().min(buffer.bytes_total().saturating_sub(filled));
+    // SAFETY: the trait, which is unsafe to implement, promises `bytes_total` writable bytes behind the pointer; `filled` plus
+    // `taken` is at most that, and the source, a shared slice, cannot overlap what is borrowed exclusively. All bytes in
+    // front of the new end have been written: the caller's by former calls, these here.
+    unsafe {
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.write_ptr().add(filled), taken);
+        buffer.set_init(filled + taken);
+    }
+    taken
 }
 
 /// Lets a listening socket take no further handshakes, without refusing them: their first packets are dropped, so their

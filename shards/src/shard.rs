@@ -13,10 +13,12 @@ use std::task::{Context, Poll};
 use crate::clock::{Fired, Slot};
 use crate::config::Limits;
 use crate::stats::ShardCounters;
+use crate::tls::ServerTls;
 
 /// State of one shard, handed to its connections.
 pub(crate) struct Shard {
     pub(crate) limits: Limits,
+    pub(crate) tls: Option<ServerTls>,
     pub(crate) counters: Arc<ShardCounters>,
     pub(crate) draining: Cell<bool>,
 }

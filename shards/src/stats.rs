@@ -18,6 +18,8 @@ pub struct ShardStats {
     pub client_aborts: u64,
     /// Messages that the engine refused by itself.
     pub rejections: u64,
+    /// Client connections that ended in their TLS handshake.
+    pub tls_failures: u64,
     pub panics: u64,
     /// Turns of the shard's own clock; one that stands still for seconds is a shard that hangs.
     pub sweeps: u64,
@@ -55,6 +57,7 @@ pub(crate) struct ShardCounters {
     pub(crate) bytes_to_client: Counter,
     pub(crate) client_aborts: Counter,
     pub(crate) rejections: Counter,
+    pub(crate) tls_failures: Counter,
     pub(crate) panics: Counter,
     pub(crate) sweeps: Counter,
     /// 1 while the shard takes connections.
@@ -74,6 +77,7 @@ impl ShardCounters {
             bytes_to_client: self.bytes_to_client.get(),
             client_aborts: self.client_aborts.get(),
             rejections: self.rejections.get(),
+            tls_failures: self.tls_failures.get(),
             panics: self.panics.get(),
             sweeps: self.sweeps.get(),
         }

@@ -1,20 +1,28 @@
-//! The control thread: answers what would take a shard too long (the metrics page) or needs the mirrors
-//! (cache view). Never touches a request.
+//! The control thread: answers what would take a shard too long (the metrics page, the overview), needs the mirrors
+//! (cache view) or changes the process (the log's filter). Never touches a request.
+
+mod dashboard;
+mod history;
+mod overview;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
-use crossbeam::channel::{Receiver, Sender, bounded};
+use bytes::Bytes;
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use http::StatusCode;
 use infera_shards::{Completion, Response};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::api::{self, ApiError};
-use crate::index::SharedView;
-use crate::limits::CONTROL_QUEUE;
+use crate::config::Effective;
+use crate::limits::{CONTROL_QUEUE, LOG_FILTER_BYTES_MAX};
+use crate::logging::LogFilter;
 use crate::metrics::MetricsPage;
 use crate::proxy::{ControlAsk, ControlPlane, metrics_response};
 use crate::route::Policy;
+use history::History;
 
 struct Question {
     ask: ControlAsk,
@@ -39,9 +47,12 @@ impl ControlPlane for Desk {
 
 /// State that the answers are made of.
 pub struct AdminState {
-    pub view: SharedView,
     pub policy: Policy,
+    /// And with it what the other answers read.
     pub page: MetricsPage,
+    /// The settings in force.
+    pub settings: Effective,
+    pub log: LogFilter,
 }
 
 impl Admin {
@@ -65,12 +76,46 @@ impl Admin {
 }
 
 fn run(state: &AdminState, questions: &Receiver<Question>) {
-    while let Ok(Question { ask, answer }) = questions.recv() {
+    let mut history = History::new(Instant::now());
+    loop {
+        let now = Instant::now();
+        history.look(now, || (state.page.requests.totals(), state.page.requests.inflight()));
+        let Question { ask, answer } = match questions.recv_timeout(history.wait(now)) {
+            Ok(question) => question,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
         let response = match ask {
+            ControlAsk::Config => api::json_response(StatusCode::OK, &state.settings.json()),
+            ControlAsk::LogLevel { filter } => log_level(&state.log, filter),
+            ControlAsk::Overview => overview::overview(state, &history),
+            ControlAsk::Dashboard => dashboard::page(),
             ControlAsk::Metrics => metrics_response(state.page.render()),
             ControlAsk::CacheView { worker_id, rank } => cache_view(state, &worker_id, rank),
         };
         answer.complete(response);
+    }
+}
+
+/// The filter in force; a new one comes as plain text or as `{"filter":"…"}`.
+fn log_level(log: &LogFilter, body: Option<Bytes>) -> Response {
+    let changed = match body {
+        None => Ok(()),
+        Some(body) if body.len() > LOG_FILTER_BYTES_MAX => {
+            Err(format!("a filter has at most {LOG_FILTER_BYTES_MAX} bytes"))
+        }
+        Some(body) => {
+            let given = serde_json::from_slice::<Value>(&body).ok();
+            let member = given.as_ref().and_then(|value| value.get("filter")).and_then(Value::as_str);
+            match member.or_else(|| std::str::from_utf8(&body).ok()) {
+                Some(filter) => log.set(filter),
+                None => Err("the filter is not UTF-8".to_owned()),
+            }
+        }
+    };
+    match changed {
+        Ok(()) => api::json_response(StatusCode::OK, &json!({"filter": log.get()})),
+        Err(problem) => ApiError::BadRequest(problem).into_response(),
     }
 }
 
@@ -80,7 +125,7 @@ fn cache_view(state: &AdminState, worker_id: &str, rank: Option<u32>) -> Respons
         let reason = "the cache view needs --router-policy kv-aware".to_owned();
         return ApiError::NoWorker { reason }.into_response();
     }
-    let view = state.view.load_full();
+    let view = state.page.view.load_full();
     let Some(worker) = view.fleet.workers.iter().find(|worker| *worker.id == *worker_id) else {
         return ApiError::NotFound(format!("no such worker: {worker_id:?}; GET /v1/workers lists them"))
             .into_response();

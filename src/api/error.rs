@@ -82,6 +82,11 @@ impl ApiError {
         ApiError::Overloaded { reason: format!("every worker of model={model:?} holds as many requests as it may") }
     }
 
+    /// The router holds as many requests as it may.
+    pub fn too_many(cap: u64) -> Self {
+        ApiError::Overloaded { reason: format!("{cap} requests are in flight, which is as many as may be") }
+    }
+
     /// A worker that wants another key than the one this router shows.
     pub fn key_refused(worker: &str) -> Self {
         ApiError::WorkerFailed { reason: format!("worker {worker} does not accept this router's key") }

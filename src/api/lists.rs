@@ -33,11 +33,7 @@ fn describe(fleet: &Fleet, worker: &Worker) -> Value {
                 "requests": target.load.requests(), "active_blocks": target.load.active_blocks()})
         })
         .collect();
-    let (state, reason) = match &worker.state {
-        WorkerState::Active => ("active", None),
-        WorkerState::Inactive => ("inactive", None),
-        WorkerState::Pending(reason) => ("pending", Some(reason.as_str())),
-    };
+    let (state, reason) = state(worker);
     if let Value::Object(members) = &mut value {
         members.insert("state".into(), state.into());
         members.insert("reason".into(), reason.into());
@@ -47,7 +43,17 @@ fn describe(fleet: &Fleet, worker: &Worker) -> Value {
     value
 }
 
-fn breaker(worker: &Worker) -> &'static str {
+/// Whether requests may go to a worker, in the words of the lists, and why not.
+pub fn state(worker: &Worker) -> (&'static str, Option<&str>) {
+    match &worker.state {
+        WorkerState::Active => ("active", None),
+        WorkerState::Inactive => ("inactive", None),
+        WorkerState::Pending(reason) => ("pending", Some(reason)),
+    }
+}
+
+/// A worker's standing with the circuit breaker, in the words of the lists.
+pub fn breaker(worker: &Worker) -> &'static str {
     match worker.health.read().state {
         HealthState::Well => "closed",
         HealthState::Probing => "half-open",

@@ -7,5 +7,5 @@ pub mod messages;
 mod paths;
 
 pub use error::{ApiError, from_rejection, json_bytes, json_response, stream_error_event};
-pub use lists::{model, models, workers};
+pub use lists::{breaker, model, models, state, workers};
 pub use paths::{Endpoint, endpoint, query_parameter};

@@ -31,6 +31,16 @@ pub enum Endpoint {
     Metrics,
     /// `GET /v1/admin/cache-view/<worker_id>`; the worker id is percent-decoded.
     CacheView(String),
+    /// `POST /v1/admin/explain`: how a request with this body would be routed now.
+    Explain,
+    /// `GET /v1/admin/config`: the settings in force.
+    Config,
+    /// `GET` and `PUT /v1/admin/log-level`.
+    LogLevel,
+    /// `GET /v1/admin/overview`: what the dashboard shows.
+    Overview,
+    /// `GET /dashboard`.
+    Dashboard,
     /// Any other `/v1/*`, and the engines' own paths that serve a model: forwarded to a worker of the named model, chosen
     /// by load.
     Forward,
@@ -48,6 +58,21 @@ impl Endpoint {
             Endpoint::Responses => "/v1/responses",
             _ => "other",
         }
+    }
+}
+
+impl Endpoint {
+    /// Whether a worker answers it.
+    pub fn goes_to_a_worker(&self) -> bool {
+        matches!(
+            self,
+            Endpoint::ChatCompletions
+                | Endpoint::Completions
+                | Endpoint::Responses
+                | Endpoint::Messages
+                | Endpoint::CountTokens
+                | Endpoint::Forward
+        )
     }
 }
 
@@ -90,6 +115,12 @@ pub fn endpoint(method: &Method, target: &str) -> Endpoint {
         "/health" => get(Endpoint::Health),
         "/ready" => get(Endpoint::Ready),
         "/metrics" => get(Endpoint::Metrics),
+        "/dashboard" => get(Endpoint::Dashboard),
+        "/v1/admin/explain" => post(Endpoint::Explain),
+        "/v1/admin/config" => get(Endpoint::Config),
+        "/v1/admin/overview" => get(Endpoint::Overview),
+        "/v1/admin/log-level" if matches!(*method, Method::GET | Method::HEAD | Method::PUT) => Endpoint::LogLevel,
+        "/v1/admin/log-level" => Endpoint::WrongMethod("GET, HEAD, PUT"),
         _ if path.starts_with(CACHE_VIEW) => get(Endpoint::CacheView(percent_decoded(&path[CACHE_VIEW.len()..]))),
         _ if path.starts_with(MODELS) => get(Endpoint::Model(percent_decoded(&path[MODELS.len()..]))),
         _ if path.starts_with("/v1/admin/") => Endpoint::Unknown,
@@ -146,6 +177,11 @@ mod tests {
         check(Method::POST, "/v1/embeddings", Endpoint::Forward);
         check(Method::DELETE, "/v1/responses/abc", Endpoint::Forward);
         check(Method::POST, "/v1/admin/unheard-of", Endpoint::Unknown);
+        check(Method::POST, "/v1/admin/explain?text=1", Endpoint::Explain);
+        check(Method::GET, "/v1/admin/explain", Endpoint::WrongMethod("POST"));
+        check(Method::PUT, "/v1/admin/log-level", Endpoint::LogLevel);
+        check(Method::POST, "/v1/admin/log-level", Endpoint::WrongMethod("GET, HEAD, PUT"));
+        check(Method::GET, "/dashboard", Endpoint::Dashboard);
         check(Method::GET, "/", Endpoint::Unknown);
         check(Method::GET, "/v2/models", Endpoint::Unknown);
         check(Method::TRACE, "/v1/embeddings", Endpoint::WrongMethod("GET, POST, DELETE"));

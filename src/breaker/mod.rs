@@ -45,20 +45,25 @@ pub enum Change {
     Closed,
 }
 
+/// Whether a worker in this state may be asked at `now_ms`.
+pub fn admission_of(word: HealthWord, now_ms: u64) -> Admission {
+    match word.state {
+        HealthState::Well => Admission::Free,
+        _ if now_ms < word.until_ms => Admission::Excluded,
+        HealthState::Resting => Admission::Free,
+        HealthState::Open | HealthState::Probing => Admission::Probe,
+    }
+}
+
 impl BreakerSettings {
-    /// Whether a worker in this state may be asked at `now_ms`.
+    /// The same for a worker; a rest that is over ends here.
     pub fn admission(&self, health: &WorkerHealth, now_ms: u64) -> Admission {
         let word = health.read();
-        match word.state {
-            HealthState::Well => Admission::Free,
-            _ if now_ms < word.until_ms => Admission::Excluded,
-            HealthState::Resting => {
-                health
-                    .update(|word| (word.state == HealthState::Resting && word.until_ms <= now_ms).then(|| well(word)));
-                Admission::Free
-            }
-            HealthState::Open | HealthState::Probing => Admission::Probe,
+        let admission = admission_of(word, now_ms);
+        if word.state == HealthState::Resting && admission == Admission::Free {
+            health.update(|word| (word.state == HealthState::Resting && word.until_ms <= now_ms).then(|| well(word)));
         }
+        admission
     }
 
     /// Takes the one place of a probe. Nothing when another request was faster.

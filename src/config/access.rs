@@ -13,7 +13,7 @@ use crate::proxy::{ClientKeys, OutboundHeaders};
 #[command(next_help_heading = "Keys")]
 pub struct AccessArgs {
     /// Keys that clients must carry (Authorization: Bearer KEY, or X-Api-Key), one per line; # begins a comment line.
-    /// /health, /ready and /metrics stay open. The client's own credentials then never reach a worker.
+    /// /health, /ready, /metrics and the page of /dashboard (not its data) stay open. The client's own credentials then never reach a worker.
     #[arg(long, value_name = "PATH", env = "INFERA_API_KEY_FILE")]
     pub api_key_file: Option<PathBuf>,
     /// The key that workers are shown, in place of the client's.

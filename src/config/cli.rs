@@ -54,9 +54,13 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub access: super::access::AccessArgs,
     #[command(flatten)]
+    pub tls: super::tls::TlsArgs,
+    #[command(flatten)]
     pub resilience: super::resilience::ResilienceArgs,
     #[command(flatten)]
     pub machine: MachineArgs,
+    #[command(flatten)]
+    pub access_log: super::access_log::AccessLogArgs,
     #[command(flatten)]
     pub no_effect: NoEffectArgs,
 }
@@ -89,7 +93,7 @@ pub struct ListenArgs {
     /// Port to listen on; 0 takes a free one.
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
-    /// Address and port for /metrics, /v1/workers and /v1/admin alone, which the main port then does not answer.
+    /// Address and port for /metrics, /dashboard, /v1/workers and /v1/admin alone, which the main port then does not answer.
     #[arg(long, value_name = "HOST:PORT")]
     pub admin_listen: Option<String>,
     /// Client connections, all shards together; further ones are answered with 503 and closed.
@@ -117,7 +121,7 @@ pub struct DiscoveryArgs {
     /// static|etcd [default: static when --worker or --workers-file is given, else etcd].
     #[arg(long, value_name = "BACKEND")]
     pub discovery_backend: Option<String>,
-    /// One or more etcd endpoints, separated by commas.
+    /// One or more etcd endpoints, separated by commas; https://HOST:PORT for TLS.
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:2379")]
     pub etcd_endpoint: String,
     /// Keys below it are workers.
@@ -137,9 +141,10 @@ pub struct RoutingArgs {
     /// Model directory or tokenizer.json; without one, kv-aware routes by load only.
     #[arg(long, alias = "kv-tokenizer-path", value_name = "PATH")]
     pub router_tokenizer_path: Option<std::path::PathBuf>,
-    /// Weight of one missing prefix block against one block of load; 0 routes by load only.
-    #[arg(long, value_name = "WEIGHT", default_value_t = 1.0, allow_negative_numbers = true)]
-    pub kv_overlap_weight: f64,
+    /// Weight of one missing prefix block against one block of load; 0 routes by load only [default: 12; 1 with --kv-load
+    /// active, for decode workers and for requests with images].
+    #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
+    pub kv_overlap_weight: Option<f64>,
     /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
     #[arg(long, value_name = "WEIGHT", default_value_t = 0.0, allow_negative_numbers = true)]
     pub kv_host_tier_weight: f64,

@@ -37,6 +37,16 @@ impl Effective {
         self.0.load_full()
     }
 
+    /// For programs: `{"settings":[{"name","values","source"}]}`, credentials left out.
+    pub fn json(&self) -> serde_json::Value {
+        let settings = self.settings();
+        let settings = settings.iter().map(|setting| {
+            let (name, source) = (&setting.name, setting.source.to_string());
+            serde_json::json!({"name": name, "values": setting.shown().collect::<Vec<_>>(), "source": source})
+        });
+        serde_json::json!({"settings": settings.collect::<Vec<_>>()})
+    }
+
     pub(crate) fn follow(&self, config: &Config) {
         self.0.store(Arc::new(config.effective().to_vec()));
     }

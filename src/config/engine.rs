@@ -120,10 +120,11 @@ impl Config {
         }
     }
 
-    /// A second, small engine for the control pages, where they have an address of their own.
+    /// A second, small engine for the control pages, where they have an address of their own. It speaks plain HTTP: what
+    /// scrapes it sits beside the router.
     pub fn admin_engine(&self) -> Option<EngineConfig> {
         let mut engine = self.engine();
-        (engine.listen, engine.shards, engine.cpus) = (self.admin_listen?, 1, None);
+        (engine.listen, engine.shards, engine.cpus, engine.tls) = (self.admin_listen?, 1, None, None);
         engine.limits.connections_max = engine.limits.connections_max.min(limits::ADMIN_CONNECTIONS_MAX);
         engine.limits.half_open_max = engine.limits.connections_max.div_ceil(2);
         Some(engine)
@@ -145,6 +146,8 @@ impl Config {
         engine.upstream.connect_timeout = self.upstream.connect;
         engine.upstream.first_byte_timeout = self.upstream.first_byte;
         engine.upstream.idle_timeout = self.upstream.idle;
+        engine.upstream.tls = self.tls.workers.clone();
+        engine.tls = self.tls.listener.clone();
         engine
     }
 }

@@ -2,6 +2,7 @@
 //! Nothing is bound or started here, and nothing below `main` reads a flag or a variable again.
 
 mod access;
+mod access_log;
 mod check;
 pub mod cli;
 mod effective;
@@ -11,6 +12,7 @@ mod pages;
 mod reload;
 mod resilience;
 mod steering;
+mod tls;
 mod validate;
 mod worker_argument;
 
@@ -22,6 +24,7 @@ use std::time::Duration;
 use clap::builder::Resettable;
 use clap::{CommandFactory, FromArgMatches};
 
+use crate::access_log::AccessLogSettings;
 use crate::discovery::DiscoveryConfig;
 use crate::prompt::ChatEncoding;
 use crate::proxy::{DisaggregationSettings, SilenceLimits, SteeringSettings};
@@ -33,6 +36,7 @@ pub use engine::{Placement, raise_descriptor_limit};
 pub use infera_shards::UpstreamTimeouts;
 pub use reload::Changes;
 pub use resilience::Resilience;
+pub use tls::Tls;
 
 /// Process exit code of a command line that clap refuses.
 pub const EXIT_USAGE: u8 = 2;
@@ -79,8 +83,8 @@ pub struct Config {
     pub policy: Policy,
     /// Model directory or tokenizer.json; present only if the path existed at start.
     pub tokenizer_path: Option<PathBuf>,
-    /// Weight of the cache term of the cost, finite and not negative.
-    pub kv_overlap_weight: f64,
+    /// Weight of the cache term of the cost, finite and not negative; absent: as the load term has it.
+    pub kv_overlap_weight: Option<f64>,
     /// Worth of a block in host memory that follows the device prefix, 0 to 1 device blocks.
     pub kv_host_tier_weight: f64,
     /// Whether engines whose events cannot be anchored are asked to forget their cache.
@@ -103,6 +107,7 @@ pub struct Config {
     pub silence: SilenceLimits,
     pub resilience: Resilience,
     pub access: Access,
+    pub tls: Tls,
     /// At least 1.
     pub shards: usize,
     /// A list holds distinct numbers, at most one per shard; shard i runs on number `i % len` of it.
@@ -112,6 +117,8 @@ pub struct Config {
     pub log_format: LogFormat,
     /// A filter that parses.
     pub log_level: String,
+    /// Absent: none.
+    pub access_log: Option<AccessLogSettings>,
     /// Things the operator should know; logged once at start.
     pub warnings: Vec<String>,
     effective: Vec<Setting>,

@@ -4,7 +4,7 @@
 use super::{Config, Names, Refusal, load};
 
 /// Options that are in force without a restart. Of the key files the content counts too.
-const READ_AGAIN: [&str; 24] = [
+const READ_AGAIN: [&str; 27] = [
     "drain-timeout",
     "worker",
     "workers-file",
@@ -22,6 +22,9 @@ const READ_AGAIN: [&str; 24] = [
     "api-key-file",
     "worker-api-key-file",
     "forward-authorization",
+    "tls-cert-file",
+    "tls-key-file",
+    "tls-client-ca-file",
     "breaker-failure-threshold",
     "breaker-cooldown-s",
     "breaker-max-cooldown-s",
@@ -33,6 +36,9 @@ const READ_AGAIN: [&str; 24] = [
 
 /// Options of where workers come from, without the registry's.
 const WORKERS: [&str; 2] = ["worker", "workers-file"];
+
+/// Options of what the listener shows. A listener without TLS stays without, and one with it does not lose it.
+const LISTENER_TLS: [&str; 3] = ["tls-cert-file", "tls-key-file", "tls-client-ca-file"];
 
 pub(super) fn is_read_again(name: &str) -> bool {
     READ_AGAIN.contains(&name)
@@ -59,7 +65,12 @@ impl Config {
     pub fn take_over(&mut self, newer: Config) -> Changes {
         // Workers that were the only source cannot give way to a registry that was never connected to, nor come beside it.
         let keeps_sources = self.discovery.etcd.is_some() == newer.discovery.etcd.is_some();
-        let may_change = |name: &str| is_read_again(name) && (keeps_sources || !WORKERS.contains(&name));
+        let keeps_tls = self.tls.listener.is_some() == newer.tls.listener.is_some();
+        let may_change = |name: &str| {
+            is_read_again(name)
+                && (keeps_sources || !WORKERS.contains(&name))
+                && (keeps_tls || !LISTENER_TLS.contains(&name))
+        };
         let mut changes = Changes::default();
         for (own, new) in self.effective.iter_mut().zip(newer.effective) {
             let differs = own.values != new.values;
@@ -77,6 +88,9 @@ impl Config {
         if keeps_sources {
             self.discovery.workers = newer.discovery.workers;
             self.discovery.workers_file = newer.discovery.workers_file;
+        }
+        if keeps_tls {
+            self.tls.listener = newer.tls.listener;
         }
         self.discovery.authorization = newer.discovery.authorization;
         self.drain_timeout = newer.drain_timeout;
@@ -153,6 +167,7 @@ mod tests {
         ("session-affinity-ttl-s", &["9"]),
         ("session-affinity-capacity", &["9"]),
         ("kv-recent-load", &["off"]),
+        ("kv-load", &["active"]),
         ("stream-admission-warn-s", &["9"]),
         ("stream-stall-warn-s", &["9"]),
         ("upstream-connect-timeout-s", &["9"]),
@@ -161,6 +176,7 @@ mod tests {
         ("api-key-file", &["%"]),
         ("worker-api-key-file", &["%"]),
         ("forward-authorization", &["false"]),
+        ("worker-tls-insecure-skip-verify", &["true"]),
         ("breaker-failure-threshold", &["9"]),
         ("breaker-cooldown-s", &["9"]),
         ("breaker-max-cooldown-s", &["99"]),
@@ -173,6 +189,7 @@ mod tests {
         ("require-io-uring", &["true"]),
         ("log-format", &["json"]),
         ("log-level", &["debug"]),
+        ("access-log", &["json"]),
         ("nats-server", &["nats://h:9"]),
         ("nats-req-idle-timeout-s", &["9"]),
         ("nats-req-max-duration-s", &["9"]),
@@ -182,8 +199,19 @@ mod tests {
     ];
 
     /// Options with one accepted value only, with none that means something by itself, or given by the test's base.
-    const WITHOUT_ANOTHER: [&str; 4] =
-        ["discovery-backend", "kv-event-transport", "request-transport", "decode-request-weight"];
+    /// Certificates are another test's.
+    const WITHOUT_ANOTHER: [&str; 10] = [
+        "discovery-backend",
+        "kv-event-transport",
+        "request-transport",
+        "decode-request-weight",
+        "access-log-file",
+        "tls-cert-file",
+        "tls-key-file",
+        "tls-client-ca-file",
+        "worker-tls-ca-file",
+        "etcd-tls-ca-file",
+    ];
 
     #[test]
     fn every_option_is_taken_over_or_waits_as_the_reference_says() {

@@ -7,7 +7,7 @@ use crate::decode_demand::Mode;
 use crate::limits;
 use crate::proxy::SteeringSettings;
 use crate::route::affinity::{DEFAULT_HEADER, SessionAffinity};
-use crate::route::{Policy, RecentLoad};
+use crate::route::{LoadTerm, Policy, RecentLoad};
 
 /// Longest time that an idle session is kept, seconds.
 const TTL_SECONDS_MAX: u32 = 86_400;
@@ -43,9 +43,13 @@ pub struct SteeringArgs {
     #[arg(long, value_name = "N", default_value_t = limits::SESSIONS_MAX as u32)]
     pub session_affinity_capacity: u32,
     /// off|idle|on: blocks that a worker missed lately count as load, so that requests that never overlap in time
-    /// spread too; idle: a tenth of them, and only when no candidate has a request in flight.
+    /// spread too; idle: each as a tenth of a missing block, and only when no candidate has a request in flight.
     #[arg(long, value_name = "MODE", default_value = "idle")]
     pub kv_recent_load: String,
+    /// queue|active: what counts as a worker's load when a mixed or prefill worker is picked; queue: blocks that it has
+    /// yet to compute, half of those in flight, and 1,024 tokens for each request; active: all blocks in flight, the plain formula.
+    #[arg(long, value_name = "TERM", default_value = "queue")]
+    pub kv_load: String,
 }
 
 pub(super) fn settings(arguments: &SteeringArgs, policy: Policy, problems: &mut Problems) -> SteeringSettings {
@@ -85,6 +89,8 @@ pub(super) fn settings(arguments: &SteeringArgs, policy: Policy, problems: &mut 
         &arguments.kv_recent_load,
         &[("off", RecentLoad::Off), ("idle", RecentLoad::Idle), ("on", RecentLoad::On)],
     );
+    let load_term =
+        problems.choice("--kv-load", &arguments.kv_load, &[("queue", LoadTerm::Queue), ("active", LoadTerm::Active)]);
     SteeringSettings {
         demand,
         request_weight,
@@ -93,5 +99,6 @@ pub(super) fn settings(arguments: &SteeringArgs, policy: Policy, problems: &mut 
         session_ttl_s: ttl as u32,
         sessions_max,
         recent_load,
+        load_term,
     }
 }

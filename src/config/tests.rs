@@ -4,8 +4,9 @@ use std::process::Command as Process;
 
 use super::*;
 use crate::proxy::{PrefillRelease, RouterMode};
+use crate::worker::Role;
 
-fn run(arguments: &[&str]) -> Result<Config, Refusal> {
+pub(super) fn run(arguments: &[&str]) -> Result<Config, Refusal> {
     let all = ["infera-router"].into_iter().chain(arguments.iter().copied());
     match parse(all)? {
         Invocation::Serve(config) => Ok(*config),
@@ -13,12 +14,18 @@ fn run(arguments: &[&str]) -> Result<Config, Refusal> {
     }
 }
 
-fn config(arguments: &[&str]) -> Config {
+pub(super) fn config(arguments: &[&str]) -> Config {
     run(arguments).unwrap_or_else(|refusal| panic!("{arguments:?}: {}", refusal.text))
 }
 
+/// Of picks of mixed, prefill and decode workers.
+fn overlap_weights(config: &Config) -> [f64; 3] {
+    let (settings, load_term) = (config.live_settings(), config.steering.load_term);
+    [Role::Mixed, Role::Prefill, Role::Decode].map(|role| settings.overlap_weight_of(role, load_term.of(role)))
+}
+
 #[track_caller]
-fn check_refused(arguments: &[&str], exit_code: u8, expected: &[&str]) {
+pub(super) fn check_refused(arguments: &[&str], exit_code: u8, expected: &[&str]) {
     let refusal = run(arguments).map(|_| ()).expect_err("should be refused");
     assert_eq!(refusal.exit_code, exit_code, "{arguments:?}: {}", refusal.text);
     for text in expected {
@@ -31,7 +38,9 @@ fn defaults_are_those_of_a_bare_metal_host() {
     let config = config(&[]);
     assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
     assert_eq!(config.policy, Policy::KvAware);
-    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (1.0, 0.0));
+    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (None, 0.0));
+    assert_eq!(overlap_weights(&config), [12.0, 12.0, 1.0]);
+    assert_eq!(overlap_weights(&run(&["--kv-load", "active"]).unwrap()), [1.0; 3]);
     assert_eq!(config.request_retries_max, 1);
     assert_eq!(config.max_body_bytes, 64 << 20);
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
@@ -80,7 +89,7 @@ fn the_launchers_own_command_line_is_accepted() {
         "--kv-overlap-weight",
         "2.5",
     ]);
-    assert_eq!((config.listen.port(), config.request_retries_max, config.kv_overlap_weight), (8001, 2, 2.5));
+    assert_eq!((config.listen.port(), config.request_retries_max, config.kv_overlap_weight), (8001, 2, Some(2.5)));
     assert_eq!(config.tokenizer_path.as_deref(), Some(directory.path()));
     let etcd = config.discovery.etcd.as_ref().unwrap();
     assert_eq!((etcd.endpoints[0].as_str(), etcd.prefix.as_str()), ("http://etcd-0:2379", "/infera/workers/"));
@@ -132,6 +141,8 @@ fn etcd_endpoints() {
         ("h:1234", &["http://h:1234"]),
         ("http://h:1234/", &["http://h:1234"]),
         ("http://h", &["http://h:80"]),
+        ("https://h:2379/", &["https://h:2379"]),
+        ("https://h", &["https://h:443"]),
         ("127.0.0.1:2379", &["http://127.0.0.1:2379"]),
         ("[::1]:2379", &["http://[::1]:2379"]),
         ("a:1, b:2,http://c:3", &["http://a:1", "http://b:2", "http://c:3"]),
@@ -139,7 +150,6 @@ fn etcd_endpoints() {
         assert_eq!(endpoints(text), expected, "{text}");
     }
     for (text, expected) in [
-        ("https://h:2379", "TLS to etcd"),
         ("http://u:pw@h:2379", "authentication"),
         ("http://h:2379/v3", "only scheme, host and port"),
         ("ftp://h:1", "write http://host:port"),
@@ -170,7 +180,6 @@ fn worker_arguments() {
 
     for (text, expected) in [
         ("h:1", "write http://HOST:PORT"),
-        ("https://h:1", "TLS to workers is not built"),
         ("http://h:1@2", "user name"),
         ("http://h:1,modell=x", "unknown key `modell`; known: model, role"),
         ("http://h:1,model", "`model` is not key=value"),
@@ -265,8 +274,9 @@ fn good_values() {
 
 #[test]
 fn disaggregation_has_weights_of_its_own_and_closed_sets_of_choices() {
+    check_refused(&["--kv-load", "x"], EXIT_INVALID, &["--kv-load queue|active"]);
     let settings = config(&["--kv-overlap-weight", "2"]).disaggregation;
-    assert_eq!((settings.prefill_overlap_weight, settings.decode_overlap_weight), (2.0, 2.0));
+    assert_eq!((settings.prefill_overlap_weight, settings.decode_overlap_weight), (Some(2.0), Some(2.0)));
     assert_eq!(settings.prefill_drain_timeout, Some(Duration::from_secs(300)));
     assert_eq!((settings.prefill_release, settings.mode), (PrefillRelease::Decode, RouterMode::Auto));
     let settings = config(&[
@@ -282,7 +292,7 @@ fn disaggregation_has_weights_of_its_own_and_closed_sets_of_choices() {
         "direct",
     ])
     .disaggregation;
-    assert_eq!((settings.prefill_overlap_weight, settings.decode_overlap_weight), (20.0, 0.0));
+    assert_eq!((settings.prefill_overlap_weight, settings.decode_overlap_weight), (Some(20.0), Some(0.0)));
     assert_eq!((settings.prefill_drain_timeout, settings.mode), (None, RouterMode::Direct));
     assert_eq!(settings.prefill_release, PrefillRelease::Completion);
     check_refused(&["--router-mode", "x"], EXIT_INVALID, &["--router-mode auto|direct"]);
@@ -474,7 +484,7 @@ fn a_file_stands_below_flags_and_above_defaults() {
                 session-affinity-header = []\n";
     let (_file, path) = file(text);
     let read = config(&["--config", &path]);
-    assert_eq!((read.listen.port(), read.kv_overlap_weight, read.discovery.workers.len()), (8001, 2.0, 2));
+    assert_eq!((read.listen.port(), read.kv_overlap_weight, read.discovery.workers.len()), (8001, Some(2.0), 2));
     assert!(read.require_io_uring && read.steering.session_headers.is_empty());
     assert_eq!(shown(&read, "port"), "port = 8001 (file, line 1)");
     assert_eq!(shown(&read, "worker"), "worker = http://h:1 http://h:2 (file, line 3)");

@@ -5,10 +5,13 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use infera_shards::ClientTls;
+
 use super::cli::{
     DisaggregationArgs, DiscoveryArgs, ListenArgs, MachineArgs, NoEffectArgs, RoutingArgs, ServeArgs, UpstreamArgs,
 };
 use super::effective::{Setting, Source, redact};
+use super::tls::TlsArgs;
 use super::{CommandLine, Config, IoDriver, LogFormat, Names, ShardCpus, UpstreamTimeouts, worker_argument};
 use crate::discovery::{DiscoveryConfig, EtcdConfig, Timing};
 use crate::logging;
@@ -76,17 +79,19 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
     let listen = listen(&arguments.listen, names, &mut problems);
     let admin_listen =
         arguments.listen.admin_listen.as_deref().and_then(|text| admin_listen(text, listen, names, &mut problems));
-    let discovery = discovery(&arguments.discovery, &mut problems);
+    let discovery = discovery(&arguments.discovery, &arguments.tls, &mut problems);
     let routing = routing(&arguments.routing, &mut problems);
     let reads_prompts = routing.policy == Policy::KvAware && routing.tokenizer_path.is_some();
     let template_arguments = reads_prompts && arguments.routing.kv_per_worker_template_kwargs;
     let mut discovery = DiscoveryConfig { template_arguments, ..discovery };
-    let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let steering = super::steering::settings(&arguments.steering, routing.policy, &mut problems);
+    let disaggregation = disaggregation(&arguments.disaggregation, routing.overlap_weight, &mut problems);
     let upstream = upstream(&arguments.upstream, &mut problems);
     let silence = silence(&arguments.upstream, &mut problems);
     let access = super::access::settings(&arguments.access, &mut problems);
     discovery.authorization = access.worker_key.clone();
+    let tls = super::tls::settings(&arguments.tls, &mut problems);
+    discovery.tls = tls.workers.clone();
     discovery.own_listeners = [listen].into_iter().chain(admin_listen).collect();
     let resilience = super::resilience::settings(&arguments.resilience, &mut problems);
     let (shards, shard_cpus) = shards(&arguments.machine, &mut problems);
@@ -104,6 +109,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
         &[("text", LogFormat::Text), ("json", LogFormat::Json)],
     );
     let log_level = log_level(&arguments.machine.log_level, &mut problems);
+    let access_log = super::access_log::settings(&arguments.access_log, &mut problems);
     let max_body_bytes = usize::try_from(arguments.listen.max_body_bytes).unwrap_or(usize::MAX);
     if max_body_bytes == 0 {
         problems.add("--max-body-bytes must be at least 1");
@@ -114,6 +120,8 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
         return Err(problems.0);
     }
     let mut warnings = no_effect(&arguments.no_effect, &effective);
+    let has_secure_worker = discovery.workers.iter().any(|worker| worker.endpoint().is_ok_and(|url| url.is_tls));
+    warnings.extend(super::tls::warnings(&arguments.tls, has_secure_worker));
     if routing.policy == Policy::KvAware && routing.tokenizer_path.is_none() {
         warnings.push(
             "no --router-tokenizer-path: only prompts given as token ids are matched, all others are routed by load"
@@ -144,12 +152,14 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
         silence,
         resilience,
         access,
+        tls,
         shards,
         shard_cpus,
         io_driver,
         require_io_uring: arguments.machine.require_io_uring,
         log_format,
         log_level,
+        access_log,
         warnings,
         effective,
         arguments: CommandLine::default(),
@@ -217,7 +227,7 @@ fn admin_listen(text: &str, main: SocketAddr, names: Names, problems: &mut Probl
     None
 }
 
-fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryConfig {
+fn discovery(arguments: &DiscoveryArgs, tls: &TlsArgs, problems: &mut Problems) -> DiscoveryConfig {
     let mut workers: Vec<WorkerRecord> = Vec::new();
     for text in &arguments.worker {
         match worker_argument::parse(text) {
@@ -266,15 +276,16 @@ fn discovery(arguments: &DiscoveryArgs, problems: &mut Problems) -> DiscoveryCon
     DiscoveryConfig {
         workers,
         workers_file: arguments.workers_file.clone(),
-        etcd: uses_etcd.then(|| etcd(arguments, problems)),
+        etcd: uses_etcd.then(|| etcd(arguments, tls, problems)),
         template_arguments: false,
         own_listeners: Vec::new(),
         timing: Timing::default(),
         authorization: None,
+        tls: ClientTls::default(),
     }
 }
 
-fn etcd(arguments: &DiscoveryArgs, problems: &mut Problems) -> EtcdConfig {
+fn etcd(arguments: &DiscoveryArgs, tls: &TlsArgs, problems: &mut Problems) -> EtcdConfig {
     let mut endpoints = Vec::new();
     for text in arguments.etcd_endpoint.split(',').map(str::trim).filter(|text| !text.is_empty()) {
         match etcd_endpoint(text) {
@@ -292,16 +303,19 @@ fn etcd(arguments: &DiscoveryArgs, problems: &mut Problems) -> EtcdConfig {
     if !prefix.ends_with('/') {
         prefix.push('/');
     }
-    EtcdConfig { endpoints, prefix }
+    let roots = match endpoints.iter().any(|endpoint| endpoint.starts_with("https:")) {
+        true => super::tls::roots("--etcd-tls-ca-file", tls.etcd_tls_ca_file.as_deref(), problems).roots.clone(),
+        false => Vec::new(),
+    };
+    EtcdConfig { endpoints, prefix, roots }
 }
 
-/// `http://…` is kept (without its trailing slash), `host:port` gets a scheme, `host` the registry's usual port.
+/// `http[s]://…` is kept (without its trailing slash), `host:port` gets a scheme, `host` the registry's usual port.
 fn etcd_endpoint(text: &str) -> Result<String, String> {
     let with_scheme = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
     let url = url::Url::parse(&with_scheme).map_err(|error| format!("{error}; write http://host:port"))?;
     match url.scheme() {
-        "http" => {}
-        "https" => return Err("TLS to etcd is not available in this build; use http://".to_owned()),
+        "http" | "https" => {}
         _ => return Err("write http://host:port or host:port".to_owned()),
     }
     if !url.username().is_empty() || url.password().is_some() {
@@ -312,14 +326,14 @@ fn etcd_endpoint(text: &str) -> Result<String, String> {
     }
     let Some(host) = url.host_str() else { return Err("no host; write http://host:port".to_owned()) };
     // Without a scheme the registry's port is meant; with one, the scheme's.
-    let port = url.port().unwrap_or(if text.contains("://") { 80 } else { 2379 });
-    Ok(format!("http://{host}:{port}"))
+    let port = url.port_or_known_default().filter(|_| text.contains("://") || url.port().is_some()).unwrap_or(2379);
+    Ok(format!("{}://{host}:{port}", url.scheme()))
 }
 
 struct Routing {
     policy: Policy,
     tokenizer_path: Option<PathBuf>,
-    overlap_weight: f64,
+    overlap_weight: Option<f64>,
     host_tier_weight: f64,
     self_heal: bool,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
@@ -348,7 +362,7 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
             path.display()
         ));
     }
-    let overlap_weight = problems.weight("--kv-overlap-weight", arguments.kv_overlap_weight);
+    let overlap_weight = arguments.kv_overlap_weight.map(|given| problems.weight("--kv-overlap-weight", given));
     if arguments.kv_self_heal && policy != Policy::KvAware {
         problems.add("--kv-self-heal requires --router-policy kv-aware");
     }
@@ -394,10 +408,10 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
 
 fn disaggregation(
     arguments: &DisaggregationArgs,
-    overlap_weight: f64,
+    overlap_weight: Option<f64>,
     problems: &mut Problems,
 ) -> DisaggregationSettings {
-    let mut weight = |flag, given: Option<f64>| given.map_or(overlap_weight, |given| problems.weight(flag, given));
+    let mut weight = |flag, given: Option<f64>| given.map(|given| problems.weight(flag, given)).or(overlap_weight);
     DisaggregationSettings {
         prefill_overlap_weight: weight("--kv-prefill-overlap-weight", arguments.kv_prefill_overlap_weight),
         decode_overlap_weight: weight("--kv-decode-overlap-weight", arguments.kv_decode_overlap_weight),

@@ -72,14 +72,14 @@ impl Ledger {
             projected.reserve(candidates.len());
         }
         let section = self.enter();
-        let suggested = self.lowest(candidates);
-        let picked = if self.takes_suggestion { suggested } else { original };
+        let selection = self.decided(candidates, original);
+        let chosen = &candidates[selection.picked];
         if let Some(projected) = projected {
             projected.extend(candidates.iter().map(|candidate| candidate.demand.tokens() + candidate.tokens));
         }
-        add(candidates[picked].demand, candidates[picked].tokens);
+        add(chosen.demand, chosen.tokens);
         self.leave(section);
-        (Selection { original, suggested, picked }, self.reservation(&candidates[picked]))
+        (selection, self.reservation(chosen))
     }
 
     /// Reserves without choosing.
@@ -94,13 +94,30 @@ impl Ledger {
         Reservation { ledger: self.clone(), demand: candidate.demand.clone(), tokens: candidate.tokens }
     }
 
+    /// What candidates are compared by, tokens.
+    pub fn cost(&self, candidate: &DecodeCandidate<'_>) -> f64 {
+        let tokens = candidate.demand.tokens() + candidate.tokens;
+        // Token counts are exact in a double up to 2^53; beyond it only ties blur.
+        tokens as f64 + self.request_weight * candidate.demand.requests() as f64
+    }
+
+    /// What [`Ledger::select`] would decide by the cells as they are: reserves nothing and waits for nobody. Panics
+    /// without candidates.
+    pub fn preview(&self, candidates: &[DecodeCandidate<'_>], original: usize) -> Selection {
+        assert!(original < candidates.len(), "the original pick is a candidate");
+        self.decided(candidates, original)
+    }
+
+    fn decided(&self, candidates: &[DecodeCandidate<'_>], original: usize) -> Selection {
+        let suggested = self.lowest(candidates);
+        Selection { original, suggested, picked: if self.takes_suggestion { suggested } else { original } }
+    }
+
     /// Place of the candidate with the lowest cost; ties go to the lower load, then to the first.
     fn lowest(&self, candidates: &[DecodeCandidate<'_>]) -> usize {
         let mut best = (0, f64::INFINITY, f64::INFINITY);
         for (place, candidate) in candidates.iter().enumerate() {
-            let tokens = candidate.demand.tokens() + candidate.tokens;
-            // Token counts are exact in a double up to 2^53; beyond it only ties blur.
-            let cost = tokens as f64 + self.request_weight * candidate.demand.requests() as f64;
+            let cost = self.cost(candidate);
             if cost < best.1 || (cost == best.1 && candidate.load < best.2) {
                 best = (place, cost, candidate.load);
             }

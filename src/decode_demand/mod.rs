@@ -104,6 +104,16 @@ impl DecodeDemand {
         (selection, reservation)
     }
 
+    /// What [`DecodeDemand::select`] would decide now; counts and reserves nothing.
+    pub fn preview(&self, candidates: &[DecodeCandidate<'_>], original: usize) -> Selection {
+        self.ledger.preview(candidates, original)
+    }
+
+    /// What candidates are compared by, tokens.
+    pub fn cost(&self, candidate: &DecodeCandidate<'_>) -> f64 {
+        self.ledger.cost(candidate)
+    }
+
     /// Reserves on a target that something else has chosen (a bound session): booked, and no decision.
     pub fn book(&self, candidate: &DecodeCandidate<'_>) -> Reservation {
         self.ledger.book(candidate)

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use http::{HeaderValue, header};
+use infera_shards::ClientTls;
 use reqwest::{Client, StatusCode};
 
 use super::facts::Facts;
@@ -42,11 +43,12 @@ impl Open {
     }
 }
 
-/// The client for all workers.
-pub(super) fn client(limit: Duration, authorization: Option<&HeaderValue>) -> reqwest::Result<Client> {
+/// The client for all workers. `tls` judges their certificates as it does on the request path.
+pub(super) fn client(limit: Duration, authorization: Option<&HeaderValue>, tls: &ClientTls) -> reqwest::Result<Client> {
     let headers = authorization.map(|value| (header::AUTHORIZATION, value.clone())).into_iter().collect();
     Client::builder()
         .default_headers(headers)
+        .tls_backend_preconfigured(tls.config())
         .no_proxy()
         .redirect(reqwest::redirect::Policy::none())
         .connect_timeout(limit)
@@ -137,14 +139,23 @@ pub(super) async fn is_alive(client: &Client, record: &WorkerRecord) -> bool {
     }
 }
 
+/// What lies under an error: a refused connection, say, or a certificate that is not believed.
+fn innermost(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(source) = cause.source() {
+        cause = source;
+    }
+    cause.to_string()
+}
+
 /// A 4xx means the engine has no such endpoint (old release, development mode off, access refused); asking again
 /// would not change that. Everything else but 200 is a state that passes.
 async fn get(client: &Client, url: &WorkerUrl, path: &str) -> Result<Answer, String> {
     let describe = |error: reqwest::Error| {
         let kind = match () {
-            () if error.is_timeout() => "no answer in time",
-            () if error.is_connect() => "cannot connect",
-            () => "broken answer",
+            () if error.is_timeout() => "no answer in time".to_owned(),
+            () if error.is_connect() => format!("cannot connect: {}", innermost(&error)),
+            () => "broken answer".to_owned(),
         };
         format!("GET {path}: {kind}")
     };

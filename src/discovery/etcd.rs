@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use etcd_client::{Client, ConnectOptions, EventType, GetOptions, KeyValue, WatchOptions, WatchResponse};
+use etcd_client::{Client, ConnectOptions, EventType, GetOptions, KeyValue, TlsOptions, WatchOptions, WatchResponse};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -100,7 +100,10 @@ impl EtcdSource {
     async fn list_and_watch(&mut self, endpoint: &str, last_problem: &mut String) -> Result<Never, End> {
         let limit = self.timing.etcd_timeout;
         // A member cut off from its quorum would go on serving an empty watch; asking for a leader ends it.
-        let options = ConnectOptions::new().with_connect_timeout(limit).with_require_leader(true);
+        let mut options = ConnectOptions::new().with_connect_timeout(limit).with_require_leader(true);
+        if endpoint.starts_with("https:") {
+            options = options.with_tls(TlsOptions::new().trust_anchors(self.config.roots.iter().cloned()));
+        }
         let client = in_time(limit, "connect", Client::connect([endpoint], Some(options))).await?;
         let mut kv = client.kv_client().max_decoding_message_size(limits::ETCD_MESSAGE_BYTES_MAX);
         let prefix = self.config.prefix.clone();

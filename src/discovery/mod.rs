@@ -29,13 +29,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use infera_shards::ClientTls;
+use rustls::pki_types::TrustAnchor;
+
 use crate::fleet::DiscoveredWorker;
 use crate::limits;
 use crate::prompt::Prompter;
 use crate::worker::WorkerRecord;
 
 /// Where workers come from. Sources add up: a worker named by more than one of them is one worker.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct DiscoveryConfig {
     /// Workers of the command line; members left open (model, block size, …) are asked for.
     pub workers: Vec<WorkerRecord>,
@@ -49,13 +52,17 @@ pub struct DiscoveryConfig {
     pub own_listeners: Vec<SocketAddr>,
     /// Sent to engines with every question, where they have a key.
     pub authorization: Option<http::HeaderValue>,
+    /// How the certificates of `https` workers are judged when they are asked.
+    pub tls: ClientTls,
 }
 
 /// The registry of the system this one replaces: one key per worker below a prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdConfig {
-    /// `http://host:port`, tried in turn.
+    /// `http[s]://host:port`, tried in turn.
     pub endpoints: Vec<String>,
+    /// What the certificates of `https` endpoints must lead to.
+    pub roots: Vec<TrustAnchor<'static>>,
     /// Ends in `/`.
     pub prefix: String,
 }

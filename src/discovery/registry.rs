@@ -126,7 +126,7 @@ pub(super) async fn run(
     (queue, mut messages): (mpsc::Sender<Message>, mpsc::Receiver<Message>),
     mut stopped: oneshot::Receiver<()>,
 ) {
-    let client = match ask::client(config.timing.ask_timeout, config.authorization.as_ref()) {
+    let client = match ask::client(config.timing.ask_timeout, config.authorization.as_ref(), &config.tls) {
         Ok(client) => Arc::new(ArcSwap::from_pointee(client)),
         Err(error) => {
             tracing::error!("no HTTP client for asking workers: {error}");
@@ -248,7 +248,7 @@ impl Registry {
     fn replace(&mut self, replacement: Replacement) {
         let Replacement { workers, workers_file, authorization } = replacement;
         if authorization != self.config.authorization {
-            match ask::client(self.config.timing.ask_timeout, authorization.as_ref()) {
+            match ask::client(self.config.timing.ask_timeout, authorization.as_ref(), &self.config.tls) {
                 Ok(client) => self.tools.client.store(Arc::new(client)),
                 Err(error) => tracing::error!("no HTTP client with the new key: {error}; the former one stays"),
             }

@@ -40,7 +40,7 @@ pub(super) fn merge<'a>(sets: impl Iterator<Item = &'a Arc<Registration>>) -> BT
         if merged.contains_key(&record.worker_id) {
             continue;
         }
-        let place = record.endpoint().map(|url| (url.authority, url.base_path, record.dp_rank));
+        let place = record.endpoint().map(|url| (url.is_tls, url.authority, url.base_path, record.dp_rank));
         if let Ok(place) = place
             && !places.insert(place)
         {

@@ -209,7 +209,8 @@ fn b45_a_worker_is_asked_until_it_answers_and_holds_up_no_other() {
     running.wait("the ready one", |workers| find(workers, &ready.url()).state == WorkerState::Active);
     assert_eq!(find(&running.last, &ready.url()).record.model_name, "m");
     running.wait("a reason for the refusing one", |workers| {
-        pending_reason(&find(workers, &refusing)) == "model not known yet: GET /v1/models: cannot connect"
+        pending_reason(&find(workers, &refusing))
+            .starts_with("model not known yet: GET /v1/models: cannot connect: Connection refused")
     });
     for (script, reason) in [
         (None, "model not known yet: GET /v1/models: no answer in time"),
@@ -418,7 +419,7 @@ fn stopping_does_not_wait_for_anyone() {
     let engine = ScriptedEngine::start("127.0.0.1:0", &[("/v1/models", Script::Hang)]);
     let timing = Timing { ask_timeout: Duration::from_secs(600), ..quick() };
     let config = DiscoveryConfig {
-        etcd: Some(EtcdConfig { endpoints: vec![engine.url()], prefix: "/p/".to_owned() }),
+        etcd: Some(EtcdConfig { endpoints: vec![engine.url()], prefix: "/p/".to_owned(), roots: Vec::new() }),
         timing: Timing { etcd_timeout: Duration::from_secs(600), ..timing },
         ..command_line(vec![static_worker(&engine.url()), WorkerRecord::new("n", "http://no-such-host.invalid:1")])
     };

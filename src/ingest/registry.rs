@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
+use infera_shards::TlsName;
+
 use crate::fleet::{
     DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, TargetParity, Worker,
     WorkerHealth, WorkerSpeech, WorkerState,
@@ -226,9 +228,14 @@ fn worker(
     speech: Arc<WorkerSpeech>,
 ) -> Worker {
     let record = discovered.record;
-    let (authority, base_path, fault) = match record.endpoint() {
-        Ok(url) => (url.authority, url.base_path, None),
-        Err(error) => (String::new(), String::new(), Some(error.to_string())),
+    let (authority, base_path, tls, fault) = match record.endpoint() {
+        Ok(url) if url.is_tls => {
+            let name = TlsName::parse(&url.host);
+            let fault = name.is_none().then(|| format!("no certificate can be for the host `{}`", url.host));
+            (url.authority, url.base_path, name, fault)
+        }
+        Ok(url) => (url.authority, url.base_path, None, None),
+        Err(error) => (String::new(), String::new(), None, Some(error.to_string())),
     };
     let state = match discovered.state {
         WorkerState::Active if !record.is_active() => WorkerState::Inactive,
@@ -247,7 +254,8 @@ fn worker(
             None
         }
     });
-    Worker { id, generation, record, address: discovered.address, authority, base_path, state, health, speech, variant }
+    let address = discovered.address;
+    Worker { id, generation, record, address, authority, base_path, tls, state, health, speech, variant }
 }
 
 #[cfg(test)]

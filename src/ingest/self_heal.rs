@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use infera_shards::ClientTls;
 use prometheus::{IntCounterVec, Opts, Registry};
 use tokio::sync::mpsc;
 
@@ -109,6 +110,7 @@ fn reset_url(record: &WorkerRecord) -> Option<String> {
 
 /// The running thread. Dropping it stops the thread; an ask in flight is given up.
 pub struct SelfHeal {
+    tls: ClientTls,
     client: Arc<ArcSwap<reqwest::Client>>,
     stop: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -116,11 +118,12 @@ pub struct SelfHeal {
 
 impl SelfHeal {
     /// `registry` gets the counter of asks by worker and outcome; `authorization` is what engines are shown, if they have
-    /// a key.
+    /// a key; `tls` judges their certificates.
     pub fn start(
         view: SharedView,
         registry: &Registry,
         authorization: Option<&http::HeaderValue>,
+        tls: &ClientTls,
     ) -> anyhow::Result<Self> {
         let opts = Opts::new(
             "infera_router_kv_self_heal_total",
@@ -129,28 +132,29 @@ impl SelfHeal {
         let outcomes = IntCounterVec::new(opts, &["worker_id", "outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let client = Arc::new(ArcSwap::from_pointee(client_with(authorization)?));
+        let client = Arc::new(ArcSwap::from_pointee(client_with(authorization, tls)?));
         let asking = client.clone();
         let (stop, stopped) = mpsc::channel(1);
         let thread = std::thread::Builder::new()
             .name("self-heal".to_owned())
             .spawn(move || runtime.block_on(run(&view, &asking, &outcomes, stopped)))?;
-        Ok(Self { client, stop: Some(stop), thread: Some(thread) })
+        Ok(Self { client, tls: tls.clone(), stop: Some(stop), thread: Some(thread) })
     }
 }
 
 impl SelfHeal {
     /// What engines are shown from the next ask on.
     pub fn show(&self, authorization: Option<&http::HeaderValue>) -> reqwest::Result<()> {
-        self.client.store(Arc::new(client_with(authorization)?));
+        self.client.store(Arc::new(client_with(authorization, &self.tls)?));
         Ok(())
     }
 }
 
-fn client_with(authorization: Option<&http::HeaderValue>) -> reqwest::Result<reqwest::Client> {
+fn client_with(authorization: Option<&http::HeaderValue>, tls: &ClientTls) -> reqwest::Result<reqwest::Client> {
     let headers = authorization.map(|value| (http::header::AUTHORIZATION, value.clone())).into_iter().collect();
     reqwest::Client::builder()
         .default_headers(headers)
+        .tls_backend_preconfigured(tls.config())
         .no_proxy()
         .redirect(reqwest::redirect::Policy::none())
         .timeout(SELF_HEAL_ASK_DEADLINE)
@@ -249,6 +253,7 @@ mod tests {
             address: None,
             authority: String::new(),
             base_path: String::new(),
+            tls: None,
             state: WorkerState::Active,
             variant: None,
             health: Arc::default(),

@@ -110,7 +110,13 @@ fn load(scrape: &Scrape, view: &View) -> Result<(), Error> {
         "Distinct prompt blocks in flight on the target now; a request without blocks counts as one.",
         &["target"],
     )?;
+    let queued = scrape.gauges(
+        "infera_router_queued_blocks",
+        "Prompt blocks that the target has yet to compute for requests whose answers have not begun.",
+        &["target"],
+    )?;
     for target in &view.fleet.targets {
+        queued.with_label_values(&[&*target.route_key]).set(signed(target.load.queued_blocks()));
         requests.with_label_values(&[&*target.route_key]).set(signed(target.load.requests()));
         blocks.with_label_values(&[&*target.route_key]).set(signed(target.load.active_blocks()));
     }
@@ -303,6 +309,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
         ("infera_router_client_bytes_total", "Bytes written to clients."),
         ("infera_router_client_aborts_total", "Exchanges that ended because the client left."),
         ("infera_router_rejections_total", "Messages refused by the HTTP engine (framing, size, time)."),
+        ("infera_router_tls_handshake_failures_total", "Client connections that ended in their TLS handshake."),
         ("infera_router_panics_total", "Panics caught in connection tasks."),
         ("infera_router_shard_sweeps_total", "Turns of the shard's clock; it stands still while the shard hangs."),
     ];
@@ -323,6 +330,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
             stats.bytes_to_client,
             stats.client_aborts,
             stats.rejections,
+            stats.tls_failures,
             stats.panics,
             stats.sweeps,
         ];

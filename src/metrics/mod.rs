@@ -22,14 +22,14 @@ pub type StatusReader = Box<dyn Fn() -> Status + Send + Sync>;
 
 /// Renders the page. One per process; one scrape at a time, as the control thread is one.
 pub struct MetricsPage {
-    requests: Arc<RequestMetrics>,
-    steering: Arc<Steering>,
-    view: SharedView,
-    ingest: Arc<IngestStats>,
+    pub(crate) requests: Arc<RequestMetrics>,
+    pub(crate) steering: Arc<Steering>,
+    pub(crate) view: SharedView,
+    pub(crate) ingest: Arc<IngestStats>,
     discovery: StatusReader,
     engine: Arc<OnceLock<Weak<Engine>>>,
     prompter: Option<Arc<Prompter>>,
-    started: Instant,
+    pub(crate) started: Instant,
 }
 
 impl MetricsPage {

@@ -4,12 +4,14 @@
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use super::ahead::{Ahead, Submit};
 use super::cache::{Extension, Prefix, PrefixCache};
 use super::encoder::Encoder;
 use super::flights::Flights;
 use super::segments::{Piece, Splitter};
+use super::stopwatch::{Stage, lap};
 use super::{NoBlocks, PromptBlocks, PromptStats, spare};
 use crate::limits::LONG_PIECE_BYTES;
 
@@ -55,6 +57,11 @@ impl Pending {
             _ => 0,
         };
         self.text.text.len() - start + self.text.suffix.as_ref().map_or(0, String::len)
+    }
+
+    /// Tokens of the beginning that is known for every block size.
+    pub fn known_tokens(&self) -> usize {
+        self.starts.iter().map(|start| start.prefix.tokens()).min().unwrap_or(0)
     }
 }
 
@@ -153,15 +160,15 @@ impl BlockMaker {
             }
         };
         let starts: Vec<Start> = block_sizes.iter().map(|block_size| start(*block_size)).collect();
-        self.count_lookup(&starts);
         Pending { text, pieces: pieces.into(), starts }
     }
 
-    fn count_lookup(&self, starts: &[Start]) {
+    /// Counts what [`BlockMaker::prepare`] has found.
+    pub fn count_lookup(&self, pending: &Pending) {
         if self.cache.is_none() {
             return;
         }
-        let Some(first) = starts.first() else { return };
+        let Some(first) = pending.starts.first() else { return };
         let counter = if first.piece > 0 { &self.found } else { &self.missed };
         counter.fetch_add(1, Ordering::Relaxed);
         self.tokens_reused.fetch_add(first.prefix.tokens() as u64, Ordering::Relaxed);
@@ -169,6 +176,16 @@ impl BlockMaker {
 
     /// Encodes what is new, keeps it, and gives the blocks in the order of the block sizes.
     pub fn finish(&self, pending: Pending) -> Result<Vec<PromptBlocks>, NoBlocks> {
+        self.finish_as(pending, true)
+    }
+
+    /// The same, and neither counts nor keeps anything.
+    pub fn finish_unkept(&self, pending: Pending) -> Result<Vec<PromptBlocks>, NoBlocks> {
+        self.finish_as(pending, false)
+    }
+
+    fn finish_as(&self, pending: Pending, is_kept: bool) -> Result<Vec<PromptBlocks>, NoBlocks> {
+        let mark = Instant::now();
         let new_bytes = pending.new_bytes();
         let Pending { text, pieces, starts } = pending;
         let text = Arc::new(text);
@@ -191,16 +208,18 @@ impl BlockMaker {
             }
             _ => None,
         };
+        let mut encoding = Encoding { text: &text, ahead: ahead.as_deref(), is_kept, mark };
         for (index, piece) in pieces.iter().enumerate().skip(first) {
-            self.encode_piece(&text, index, piece, ahead.as_deref(), &mut works)?;
+            self.encode_piece(&mut encoding, index, piece, &mut works)?;
         }
+        let mut mark = encoding.mark;
         drop(ahead);
         let suffix = text.suffix.as_ref().map(|suffix| self.suffix_ids(suffix)).transpose()?;
         if let Ok(text) = Arc::try_unwrap(text) {
             spare::give(text.text.into_bytes());
         }
         let finished = works.into_iter().map(|mut work| {
-            if let Some(cache) = &self.cache {
+            if let Some(cache) = self.cache.as_ref().filter(|_| is_kept) {
                 cache.keep(&mut work.extension);
             }
             work.extension.push(after);
@@ -208,19 +227,22 @@ impl BlockMaker {
             let (hashes, tokens) = work.extension.finish();
             PromptBlocks { hashes: hashes.into(), tokens }
         });
-        Ok(finished.collect())
+        let finished = finished.collect();
+        lap(Stage::Hash, &mut mark);
+        Ok(finished)
     }
 
     fn encode_piece(
         &self,
-        text: &Text,
+        encoding: &mut Encoding<'_>,
         index: usize,
         piece: &Piece,
-        ahead: Option<&Ahead>,
         works: &mut [Work],
     ) -> Result<(), NoBlocks> {
+        let Encoding { text, ahead, is_kept, .. } = *encoding;
+        lap(Stage::Hash, &mut encoding.mark);
         let is_long = piece.range.len() >= LONG_PIECE_BYTES;
-        let cache = self.cache.as_ref();
+        let cache = self.cache.as_ref().filter(|_| is_kept);
         let lead = match cache {
             Some(cache) if is_long => {
                 let lead = self.flights.lead_or_wait(piece.key_at_end);
@@ -232,13 +254,18 @@ impl BlockMaker {
         };
         if works.iter().all(|work| work.next_piece > index) {
             ahead.inspect(|ahead| ahead.skip(index));
+            // It may have waited for the thread that encoded it.
+            lap(Stage::Encode, &mut encoding.mark);
             return Ok(());
         }
         let ids = match ahead {
             Some(ahead) => ahead.ids(index)?,
             None => self.encoder.encode_range(&text.text, piece.range.clone(), &text.cuts)?,
         };
-        self.tokens_encoded.fetch_add(ids.len() as u64, Ordering::Relaxed);
+        lap(Stage::Encode, &mut encoding.mark);
+        if is_kept {
+            self.tokens_encoded.fetch_add(ids.len() as u64, Ordering::Relaxed);
+        }
         for work in works.iter_mut().filter(|work| work.next_piece == index) {
             work.next_piece += 1;
             work.extension.push(&ids);
@@ -265,6 +292,17 @@ impl BlockMaker {
             cache_evictions: cache.evictions,
         }
     }
+}
+
+/// One prompt that is being encoded.
+struct Encoding<'a> {
+    text: &'a Text,
+    /// Other threads that encode parts of it.
+    ahead: Option<&'a Ahead>,
+    /// Whether what is new is counted, and kept for later prompts.
+    is_kept: bool,
+    /// Where the stage at hand began.
+    mark: Instant,
 }
 
 struct Work {

@@ -29,6 +29,7 @@ mod segments;
 mod self_check;
 mod sglang;
 mod spare;
+mod stopwatch;
 mod template;
 #[cfg(test)]
 mod template_tests;
@@ -44,9 +45,10 @@ use crate::hash::{self, BlockHash};
 pub use ahead::Submit;
 pub use encoder::EncoderChoice;
 pub use native::ChatEncoding;
-pub use prompter::{Attempt, PendingPrompt, Prompter, PrompterOptions};
+pub use prompter::{Attempt, PendingPrompt, PromptPreview, Prompter, PrompterOptions};
 pub use refusal::NoBlocks;
 pub use request::{Body as PromptBody, Look};
+pub use stopwatch::{PromptTimes, take as take_times};
 pub use variant::Variant;
 
 /// Which OpenAI endpoint a body was sent to.
@@ -71,6 +73,13 @@ pub enum EngineRules {
 }
 
 impl EngineRules {
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            EngineRules::Vllm => "vllm",
+            EngineRules::Sglang => "sglang",
+        }
+    }
+
     /// Rules for the `engine` member of a worker record; unknown engines are taken for vLLM.
     pub fn of_engine(engine: &str) -> Self {
         if engine.eq_ignore_ascii_case("sglang") { EngineRules::Sglang } else { EngineRules::Vllm }

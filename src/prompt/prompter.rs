@@ -1,7 +1,7 @@
 //! One model's tokenizer and templates, loaded once and shared by all shards; from a body to its token ids.
 
 use std::path::Path;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use crate::limits::{PROMPT_CACHE_BYTES, RENDERED_BYTES_MAX};
 
@@ -14,6 +14,7 @@ use super::native::{ChatEncoding, Native};
 use super::outline::utf8;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
+use super::stopwatch::{Stage, lap};
 use super::template::ChatTemplate;
 use super::tree::Tree;
 use super::variant::Variant;
@@ -73,6 +74,26 @@ impl PendingPrompt {
     /// Bytes of text to encode.
     pub fn new_bytes(&self) -> usize {
         self.0.new_bytes()
+    }
+}
+
+/// What [`Prompter::preview`] finds.
+#[derive(Clone, Debug)]
+pub struct PromptPreview {
+    /// Rendered text; absent for a prompt that was given as token ids.
+    pub text: Option<String>,
+    /// Leading bytes of the text, and their tokens, that the prefix cache knows: the least over all block sizes.
+    pub known_bytes: usize,
+    pub known_tokens: usize,
+    /// In the order of the block sizes.
+    pub blocks: Vec<PromptBlocks>,
+}
+
+impl PromptPreview {
+    /// Of a prompt that needs no encoding.
+    pub fn of_ids(prompt: &Prompt, block_sizes: &[usize]) -> Self {
+        let blocks = block_sizes.iter().map(|size| prompt.blocks(*size)).collect();
+        Self { text: None, known_bytes: 0, known_tokens: 0, blocks }
     }
 }
 
@@ -226,18 +247,48 @@ impl Prompter {
         if block_sizes.contains(&0) {
             return Err(NoBlocks::Unsupported("a block size of 0"));
         }
-        let text = match self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body)? {
+        let mut mark = Instant::now();
+        let rendered = self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body);
+        lap(Stage::Render, &mut mark);
+        let text = match rendered? {
             Rendered::Text(text) => text,
             Rendered::Ids(ids) => {
                 let prompt = Prompt { text: None, ids };
-                return Ok(Attempt::Ready(block_sizes.iter().map(|size| prompt.blocks(*size)).collect()));
+                let blocks = block_sizes.iter().map(|size| prompt.blocks(*size)).collect();
+                lap(Stage::Hash, &mut mark);
+                return Ok(Attempt::Ready(blocks));
             }
         };
         let pending = self.maker.prepare(text, block_sizes);
+        self.maker.count_lookup(&pending);
+        lap(Stage::Hash, &mut mark);
         if pending.new_bytes() > new_bytes_max {
             return Ok(Attempt::Later(PendingPrompt(pending)));
         }
         self.maker.finish(pending).map(Attempt::Ready)
+    }
+
+    /// A body as a request with it would find it now: rendered, looked up and encoded alike, but nothing of it is counted
+    /// or kept for later. `variant` as in [`Prompter::attempt`].
+    pub fn preview(
+        &self,
+        endpoint: Endpoint,
+        engine: EngineRules,
+        variant: Option<&Variant>,
+        body: &[u8],
+        block_sizes: &[usize],
+    ) -> Result<PromptPreview, NoBlocks> {
+        let text = utf8(body).map_err(|_| NoBlocks::BadJson)?;
+        let body = (Body::read(text)?, body.len());
+        let text = match self.rendered(endpoint, engine, variant.unwrap_or(&self.fleet_variant), body)? {
+            Rendered::Text(text) => text,
+            Rendered::Ids(ids) => return Ok(PromptPreview::of_ids(&Prompt { text: None, ids }, block_sizes)),
+        };
+        let shown = format!("{}{}", text.text, text.suffix.as_deref().unwrap_or_default());
+        let pending = self.maker.prepare(text, block_sizes);
+        let (new_bytes, known_tokens) = (pending.new_bytes(), pending.known_tokens());
+        let blocks = self.maker.finish_unkept(pending)?;
+        Ok(PromptPreview { known_bytes: shown.len() - new_bytes, text: Some(shown), known_tokens, blocks })
     }
 
     /// Encodes what an attempt left over.

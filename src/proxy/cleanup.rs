@@ -16,6 +16,7 @@ use tracing::{debug, warn};
 use super::keys::OutboundHeaders;
 use super::live::LiveCopy;
 use super::shared::Shared;
+use super::stages::Stage;
 use crate::fleet::Worker;
 use crate::limits;
 use crate::pd::{Leg, RequestIds};
@@ -29,6 +30,8 @@ const ABORT_PATH: &str = "/abort_request";
 pub(super) struct ShardSide {
     pub shared: Arc<Shared>,
     pub upstream: Upstream,
+    /// The shard's number: whose stage times show the legs.
+    pub shard: usize,
     pub live: LiveCopy,
 }
 
@@ -55,6 +58,7 @@ impl LegCall {
         let set = self.own_headers(outbound);
         let request = UpstreamRequest {
             address: self.address,
+            tls: self.worker.tls.as_ref(),
             authority: &self.worker.authority,
             method: &self.request.method,
             path_prefix: &self.worker.base_path,
@@ -64,7 +68,11 @@ impl LegCall {
             set: &set,
             body: &self.leg.body,
         };
-        self.side.upstream.send_watched(&request, self.progress.as_deref()).await
+        let response = self.side.upstream.send_watched(&request, self.progress.as_deref()).await?;
+        if let Some(took) = response.connect_time() {
+            self.side.shared.took(self.side.shard, Stage::Connect, took);
+        }
+        Ok(response)
     }
 
     /// The same, and waits for the first byte of a successful answer's body: until then it may be given up unseen.
@@ -149,6 +157,7 @@ async fn abort(side: &ShardSide, worker: &Worker, address: SocketAddr, rid: &str
     let body = Bytes::from(serde_json::json!({ "rid": rid }).to_string());
     let request = UpstreamRequest {
         address,
+        tls: worker.tls.as_ref(),
         authority: &worker.authority,
         method: &Method::POST,
         path_prefix: &worker.base_path,

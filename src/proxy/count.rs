@@ -3,10 +3,10 @@
 //! engines have such an endpoint, and refused where they have none.
 
 use http::StatusCode;
-use infera_shards::{Request, Responder};
+use infera_shards::{Request, Response};
 use serde_json::json;
 
-use super::exchange::{self, named_model};
+use super::exchange::named_model;
 use super::prompts::{self, Prompts};
 use super::reading::Reading;
 use super::service::RouterService;
@@ -15,26 +15,20 @@ use crate::decode_demand::Input;
 use crate::prompt::outline::Outline;
 use crate::route::{self, Topology};
 
-/// Answers `/v1/messages/count_tokens`: by counting, or by a worker.
-pub(super) async fn of_messages(service: &RouterService, request: Request, responder: &mut Responder) {
-    let counted = Box::pin(count(service, &Endpoint::CountTokens, &request)).await;
-    if let Ok(Some(tokens)) = counted {
-        let answer = api::json_response(StatusCode::OK, &json!({"input_tokens": tokens}));
-        // The client may be gone; there is nobody left to tell.
-        let _ = responder.send(answer).await;
-        return;
-    }
-    // A body that is refused here is refused there, in words that clients know.
-    exchange::serve(service, Endpoint::CountTokens, request, responder).await;
+/// The answer to `/v1/messages/count_tokens`; nothing where a worker has to be asked. A body that is refused here is
+/// refused there, in words that clients know.
+pub(super) async fn of_messages(service: &RouterService, request: &Request) -> Option<Response> {
+    let tokens = count(service, &Endpoint::CountTokens, request).await.ok()??;
+    Some(api::json_response(StatusCode::OK, &json!({"input_tokens": tokens})))
 }
 
-/// Answers `/v1/responses/input_tokens`, which no engine has. Source of the shape and of the refusals: AMD's Infera.
-pub(super) async fn of_responses(service: &RouterService, request: Request, responder: &mut Responder) {
-    let counted = match check_input(&request) {
-        Ok(()) => Box::pin(count(service, &Endpoint::InputTokens, &request)).await,
+/// The answer to `/v1/responses/input_tokens`, which no engine has. Source of the shape and of the refusals: AMD's Infera.
+pub(super) async fn of_responses(service: &RouterService, request: &Request) -> Response {
+    let counted = match check_input(request) {
+        Ok(()) => count(service, &Endpoint::InputTokens, request).await,
         Err(error) => Err(error),
     };
-    let answer = match counted {
+    match counted {
         Ok(Some(tokens)) => {
             let body = json!({"object": "response.input_tokens", "input_tokens": tokens});
             api::json_response(StatusCode::OK, &body)
@@ -44,8 +38,7 @@ pub(super) async fn of_responses(service: &RouterService, request: Request, resp
             ApiError::NoWorker { reason: reason.to_owned() }.into_response()
         }
         Err(error) => error.into_response(),
-    };
-    let _ = responder.send(answer).await;
+    }
 }
 
 fn check_input(request: &Request) -> Result<(), ApiError> {

@@ -68,23 +68,7 @@ pub(super) async fn serve(
 ) -> Result<Outcome, ApiError> {
     let Paired { endpoint, route, request, outline, dialect } = *paired;
     let received = request.received;
-    let bad = |error: &dyn std::fmt::Display| ApiError::BadRequest(error.to_string());
-    let members = match outline {
-        Some(outline) => Members::of(outline),
-        // It was no JSON; read again for the words.
-        None => Members::scan(&request.body),
-    };
-    let members = members.map_err(|error| bad(&error))?;
-    let pins = RankPins::of(&members, request.head.get("x-data-parallel-rank")).map_err(|error| bad(&error))?;
-    let sequences = Sequences::of(endpoint, &members);
-    if sequences.total() > limits::PAIR_SEQUENCES_MAX {
-        return Err(ApiError::BadRequest(format!(
-            "{} prompts of {} samples each are more than {} sequences",
-            sequences.prompts,
-            sequences.samples,
-            limits::PAIR_SEQUENCES_MAX
-        )));
-    }
+    let (members, pins, sequences) = legs_facts(endpoint, &request, outline)?;
     service.retry_budget.request();
     let is_translated = dialect.is_translated();
     let mut job = Some(Job { request: Rc::new(request), members, endpoint, received, is_translated });
@@ -132,6 +116,32 @@ pub(super) async fn serve(
     }
 }
 
+/// What the legs' bodies and the choice of a pair need of the request.
+pub(super) fn legs_facts(
+    endpoint: PdEndpoint,
+    request: &Request,
+    outline: Option<Outline>,
+) -> Result<(Members, RankPins, Sequences), ApiError> {
+    let bad = |error: &dyn std::fmt::Display| ApiError::BadRequest(error.to_string());
+    let members = match outline {
+        Some(outline) => Members::of(outline),
+        // It was no JSON; read again for the words.
+        None => Members::scan(&request.body),
+    };
+    let members = members.map_err(|error| bad(&error))?;
+    let pins = RankPins::of(&members, request.head.get("x-data-parallel-rank")).map_err(|error| bad(&error))?;
+    let sequences = Sequences::of(endpoint, &members);
+    if sequences.total() > limits::PAIR_SEQUENCES_MAX {
+        return Err(ApiError::BadRequest(format!(
+            "{} prompts of {} samples each are more than {} sequences",
+            sequences.prompts,
+            sequences.samples,
+            limits::PAIR_SEQUENCES_MAX
+        )));
+    }
+    Ok((members, pins, sequences))
+}
+
 /// Picks and books on the newest view.
 fn next_pair(
     service: &RouterService,
@@ -142,14 +152,28 @@ fn next_pair(
     tried: &Tried,
 ) -> Result<Option<PickedPair>, ApiError> {
     let view = service.view();
-    let model = named_model(&view.fleet, &route.model);
-    let topology = route::topology(&view.fleet, model).map_err(|error| ApiError::from_topology(model, error))?;
-    let (Topology::Disaggregated { prefill, decode }, Some((name, _))) =
-        (topology, view.fleet.models.get_key_value(model))
+    match wish_for_a_pair(&view.fleet, route, endpoint, pins, sequences, tried)? {
+        Some(wish) => pick_pair(service, &view, &wish),
+        None => Ok(None),
+    }
+}
+
+/// What the pair is to be; nothing when its model has no pair any more.
+pub(super) fn wish_for_a_pair<'a>(
+    fleet: &'a Fleet,
+    route: &'a Route,
+    endpoint: PdEndpoint,
+    pins: RankPins,
+    sequences: Sequences,
+    tried: &'a Tried,
+) -> Result<Option<PairWish<'a>>, ApiError> {
+    let model = named_model(fleet, &route.model);
+    let topology = route::topology(fleet, model).map_err(|error| ApiError::from_topology(model, error))?;
+    let (Topology::Disaggregated { prefill, decode }, Some((name, _))) = (topology, fleet.models.get_key_value(model))
     else {
         return Ok(None);
     };
-    let wish = PairWish {
+    Ok(Some(PairWish {
         model: name,
         prefill,
         decode,
@@ -161,6 +185,5 @@ fn next_pair(
         sequences,
         named: &route.named,
         tried,
-    };
-    pick_pair(service, &view, &wish)
+    }))
 }

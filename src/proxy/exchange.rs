@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::StatusCode;
 use infera_shards::{
-    RelayOutcome, Request, Responder, Response, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse,
-    boxed, time,
+    Head, RelayOutcome, Request, Responder, Response, UpstreamError, UpstreamErrorKind, UpstreamRequest,
+    UpstreamResponse, boxed, time,
 };
 use tracing::{debug, warn};
 
+use super::access::{self, Ended};
+use super::count as counting;
 use super::dialect::{Dialect, is_stream};
 use super::direct::{self, Named};
 use super::disaggregated::{self, Paired};
@@ -21,9 +23,9 @@ use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
 use super::reading::Reading;
 use super::relay::{StreamObserver, count};
-use super::service::RouterService;
-use super::shared::Shared;
+use super::service::{RouterService, answer};
 use super::silence::Watched;
+use super::stages::Stage;
 use super::steering::SessionName;
 use super::verdict::Standing;
 use crate::api::{ApiError, Endpoint};
@@ -67,6 +69,12 @@ impl Drop for Record<'_> {
 /// What happens before the answer and what happens without one live in futures of their own, on the heap: a stream that
 /// is relayed for minutes keeps only the relay's state.
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
+    if endpoint == Endpoint::CountTokens
+        && let Some(counted) = Box::pin(counting::of_messages(service, &request)).await
+    {
+        answer(counted, responder).await;
+        return;
+    }
     let received = request.received;
     let dialect = Dialect::of(&endpoint);
     let mut record = Record::start(&service.shared.metrics, received);
@@ -74,14 +82,13 @@ pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: 
     if let Some(cap) = cap
         && service.shared.metrics.inflight() > cap
     {
-        let reason = format!("{cap} requests are in flight, which is as many as may be");
-        record.outcome = Box::pin(refuse(&dialect, ApiError::Overloaded { reason }, responder)).await;
+        record.outcome = Box::pin(refuse(&dialect, ApiError::too_many(cap), responder)).await;
         return;
     }
     let watched = Watched::new(&service.streams);
     record.outcome = match boxed(|| attempts(service, endpoint, request, &watched)).await {
         Ok(Served::ByOne(picked, response, dialect)) => {
-            relay(&service.shared, &picked, (response, &dialect), responder, (received, &watched)).await
+            relay(service, &picked, (response, &dialect), responder, (received, &watched)).await
         }
         Ok(Served::ByAPair(paired)) => {
             record.serve_as(RouterLabel::Disagg);
@@ -101,10 +108,8 @@ async fn refuse(dialect: &Dialect, error: ApiError, responder: &mut Responder) -
 
 async fn send_refusal(refusal: Response, responder: &mut Responder) -> Outcome {
     let outcome = if refusal.status.is_client_error() { Outcome::ClientError } else { Outcome::Error };
-    match responder.send(refusal).await {
-        Ok(()) => outcome,
-        Err(_) => Outcome::StreamFailed,
-    }
+    let is_told = answer(refusal, responder).await;
+    if is_told { outcome } else { Outcome::StreamFailed }
 }
 
 /// What the router knows of a request before it picks.
@@ -117,6 +122,28 @@ pub(super) struct Route {
     pub samples: u32,
     pub session: Option<SessionName>,
     pub prompts: Prompts,
+}
+
+impl Route {
+    /// What is known before the prompt was looked at; takes from `reading` what it keeps.
+    pub fn of(
+        service: &RouterService,
+        fleet: &Fleet,
+        endpoint: Endpoint,
+        head: &Head,
+        session: Option<SessionName>,
+        reading: &mut Reading<'_>,
+    ) -> Result<Self, ApiError> {
+        let named = Named::of(service.live().disaggregation.mode, head, fleet)?;
+        let (model, facts) = (std::mem::take(&mut reading.model), std::mem::take(&mut reading.facts));
+        Ok(Self { endpoint, model, named, samples: reading.samples, session, prompts: Prompts::of(facts) })
+    }
+
+    /// The endpoint as two legs know it, where two share the request.
+    pub fn pair(&self, fleet: &Fleet) -> Option<PdEndpoint> {
+        disaggregated::endpoint_of(&self.endpoint)
+            .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &self.model), &self.named))
+    }
 }
 
 /// Who serves a request. Made once and taken apart at once, so its size costs nothing.
@@ -146,31 +173,42 @@ fn begin(
     request: &Request,
     watched: &Watched<'_>,
 ) -> Result<Begun, ApiError> {
-    let Reading { model, is_stream, samples, facts, outline, prompt } = Reading::of(service, &endpoint, request)?;
-    if is_stream {
+    let started = Instant::now();
+    let reading = Reading::of(service, &endpoint, request);
+    service.took(Stage::Parse, started.elapsed());
+    let mut reading = reading?;
+    access::note(|line| line.model = access::clipped(reading.model.as_bytes()));
+    if reading.is_stream {
         watched.begin(&endpoint, request);
     }
     let sessions = service.shared.steering.sessions.as_ref();
     let session = sessions.and_then(|sessions| sessions.name_of(&request.head));
     let view = service.view();
-    let fleet = &view.fleet;
-    let named = Named::of(service.live().disaggregation.mode, &request.head, fleet)?;
-    let mut route = Route { endpoint, model, named, samples, session, prompts: Prompts::of(facts) };
-    let pair = disaggregated::endpoint_of(&route.endpoint)
-        .filter(|_| disaggregated::is_pair(fleet, named_model(fleet, &route.model), &route.named));
+    let mut route = Route::of(service, &view.fleet, endpoint, &request.head, session, &mut reading)?;
+    let pair = route.pair(&view.fleet);
+    let Reading { outline, prompt, .. } = reading;
     let mut unfinished = None;
-    if service.shared.settings.policy == Policy::KvAware
-        && !is_by_load(&route.endpoint)
-        && let Some(outline) = &outline
-    {
-        let pool = match pair {
-            // For both roles at once: their engines may differ in rules and block size.
-            Some(_) => disaggregated::both_pools(fleet, named_model(fleet, &route.model)),
-            None => Cow::Borrowed(pool_of(fleet, &route)?.1),
-        };
-        unfinished = prompts::begin(service, &mut route.prompts, &route.endpoint, fleet, &pool, outline, prompt);
+    if let Some((outline, pool)) = outline.as_ref().zip(pool_for_prompt(service, &view.fleet, &route, pair)?) {
+        unfinished = prompts::begin(service, &mut route.prompts, &route.endpoint, &view.fleet, &pool, outline, prompt);
     }
     Ok(Begun { route, outline, unfinished, pair })
+}
+
+/// The targets that the prompt is to be hashed for; nothing where it has no part in the choice.
+pub(super) fn pool_for_prompt<'a>(
+    service: &RouterService,
+    fleet: &'a Fleet,
+    route: &Route,
+    pair: Option<PdEndpoint>,
+) -> Result<Option<Cow<'a, [u32]>>, ApiError> {
+    if service.shared.settings.policy != Policy::KvAware || is_by_load(&route.endpoint) {
+        return Ok(None);
+    }
+    Ok(Some(match pair {
+        // For both roles at once: their engines may differ in rules and block size.
+        Some(_) => disaggregated::both_pools(fleet, named_model(fleet, &route.model)),
+        None => Cow::Borrowed(pool_of(fleet, route)?.1),
+    }))
 }
 
 /// Ends with an answer's head, from the first worker that gave one or from the last that could be asked. The request is
@@ -225,6 +263,9 @@ async fn attempts(
             Ok(Said::Refused(status, body)) => return Ok(Served::Refused(messages::refusal(status, body))),
             Err(Trouble::Request(error)) => return Err(error),
             Ok(Said::Begun(response, dialect)) => {
+                if let Some(took) = response.connect_time() {
+                    service.took(Stage::Connect, took);
+                }
                 let standing = Standing::of(&response, &service.live().outbound);
                 picked.answered(shared, standing);
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
@@ -234,7 +275,7 @@ async fn attempts(
                     };
                 }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
-                shared.metrics.retried("status");
+                shared.retried("status");
             }
             Err(Trouble::Worker(error)) => {
                 picked.failed_by(shared, &error);
@@ -242,7 +283,7 @@ async fn attempts(
                     return Err(worker_error(&picked, &error));
                 }
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
-                shared.metrics.retried(error.phase());
+                shared.retried(error.phase());
             }
         }
         tried.push(picked.worker.id.clone());
@@ -270,14 +311,32 @@ fn longest_delay_ms(failed_attempts: usize) -> Option<u64> {
 /// be left for a retry.
 fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result<Option<(Picked, bool)>, ApiError> {
     let view = service.view();
-    let (model, pool) = pool_of(&view.fleet, route)?;
-    let narrowed = match &route.named.worker {
-        Some(id) => Some(direct::narrowed(&view.fleet, pool, id, model)?),
-        None => None,
+    let (model, pool) = narrowed_pool(&view.fleet, route)?;
+    let wish = wish_for_one(route, model, &pool, tried);
+    let picked = match pick(service, &view, &wish) {
+        Ok(picked) => picked,
+        Err(NoPick::NoneLeft) => return Ok(None),
+        Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    let pool = narrowed.as_deref().unwrap_or(pool);
-    let by_load = is_by_load(&route.endpoint);
-    let wish = Wish {
+    let may_retry = (tried.len() as u32) < service.live().retries_max
+        && route::untried(&view.fleet, &pool, tried)
+            .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
+    Ok(Some((picked, may_retry)))
+}
+
+/// The targets that one worker for the request is picked from, whichever were tried.
+pub(super) fn narrowed_pool<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, Cow<'a, [u32]>), ApiError> {
+    let (model, pool) = pool_of(fleet, route)?;
+    let pool = match &route.named.worker {
+        Some(id) => Cow::Owned(direct::narrowed(fleet, pool, id, model)?),
+        None => Cow::Borrowed(pool),
+    };
+    Ok((model, pool))
+}
+
+/// What one worker for the request is to be.
+pub(super) fn wish_for_one<'a>(route: &'a Route, model: &'a Name, pool: &'a [u32], tried: &'a [Name]) -> Wish<'a> {
+    Wish {
         model,
         role: Role::Mixed,
         pool,
@@ -285,17 +344,8 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         samples: route.samples,
         session: route.session,
         tried,
-        by_load,
-    };
-    let picked = match pick(service, &view, &wish) {
-        Ok(picked) => picked,
-        Err(NoPick::NoneLeft) => return Ok(None),
-        Err(NoPick::Full) => return Err(ApiError::full(model)),
-    };
-    let may_retry = (tried.len() as u32) < service.live().retries_max
-        && route::untried(&view.fleet, pool, tried)
-            .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
-    Ok(Some((picked, may_retry)))
+        by_load: is_by_load(&route.endpoint),
+    }
 }
 
 /// The model that the request is for. A body without a model is served when the fleet has just one.
@@ -348,6 +398,7 @@ pub(super) async fn send(
     let edits = headers.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
+        tls: worker.tls.as_ref(),
         authority: &worker.authority,
         method: &request.method,
         path_prefix: &worker.base_path,
@@ -361,26 +412,32 @@ pub(super) async fn send(
 }
 
 async fn relay(
-    shared: &Shared,
+    service: &RouterService,
     picked: &Picked,
     (response, dialect): (UpstreamResponse, &Dialect),
     responder: &mut Responder,
     (received, watched): (Instant, &Watched<'_>),
 ) -> Outcome {
+    let shared = &service.shared;
     let status = response.status;
+    access::note(|line| line.status = Some(status));
     if status.is_success() {
         picked.served();
     }
     let is_stream = is_stream(&response) && status.is_success();
-    let mut observer = StreamObserver::of_a_worker(is_stream, watched);
-    let outcome = match dialect.is_translated() {
+    let mut observer = StreamObserver::of_a_worker(is_stream, watched).queueing(picked.take_queued());
+    let relayed = match dialect.is_translated() {
         true => dialect.passing(response, responder, &mut observer).await,
         // Not boxed: this is what a stream that is relayed for minutes holds.
         false => responder.relay(response, dialect.as_it_came(is_stream, &mut observer)).await,
     };
-    match outcome {
+    if let Some(first_byte) = observer.answer.first_byte() {
+        service.took(Stage::FirstByte, first_byte.duration_since(picked.at));
+    }
+    match relayed {
         RelayOutcome::Complete => match observer.failure() {
             Some(failure) => {
+                access::note(|line| line.ended = Ended::StreamError);
                 warn!(worker = &*picked.worker.id, "a worker reported an error inside its stream");
                 if failure == StreamFailure::Worker {
                     picked.failed(shared);
@@ -388,6 +445,7 @@ async fn relay(
                 Outcome::Error
             }
             None => {
+                access::note(|line| line.ended = Ended::Complete);
                 if status == StatusCode::OK {
                     picked.completed();
                     count((&picked.handles, &picked.handles), received, &observer.answer);
@@ -399,6 +457,7 @@ async fn relay(
             }
         },
         RelayOutcome::UpstreamFailed(error) => {
+            access::note(|line| line.ended = Ended::Cut);
             picked.failed(shared);
             warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "an answer was cut by its worker");
             Outcome::Error

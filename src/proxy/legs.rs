@@ -23,6 +23,7 @@ use super::relay::{Answer, Answering, poll_beside, relay_decode, relay_refusal};
 use super::service::RouterService;
 use super::shared::PrefillRelease;
 use super::silence::Watched;
+use super::stages::Stage;
 use super::verdict::{self, Standing};
 use crate::api::ApiError;
 use crate::load::Booking;
@@ -86,8 +87,9 @@ impl Attempt<'_> {
         }
     }
 
-    /// Decode has begun to answer, which it cannot without prefill: sessions stay with both.
+    /// The first byte of decode's answer is there, which there cannot be without prefill: sessions stay with both.
     fn served(&self) {
+        self.service.took(Stage::FirstByte, self.pair.decode.at.elapsed());
         self.pair.prefill.served();
         self.pair.decode.served();
     }
@@ -161,7 +163,7 @@ impl Attempt<'_> {
             reason = failure.reason,
             "retrying on another pair"
         );
-        self.service.shared.metrics.retried(failure.phase);
+        self.service.shared.retried(failure.phase);
         Ending::Retry { role: failure.role, worker: failure.worker, held }
     }
 
@@ -232,6 +234,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     drop(job.take());
     let mut prefill = prefill.into_running();
     attempt.served();
+    attempt.pair.prefill.prompt_done();
     let answering = attempt.answering(received, &guard.is_complete);
     let answer = relay_decode(response, attempt.dialect, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
@@ -285,6 +288,7 @@ async fn first_to_decide(
         match next_event(&mut prefill.future, decode.as_mut()).await {
             Event::Prefill(PrefillEnd::Done(_)) => {
                 attempt.pair.prefill.succeeded();
+                attempt.pair.prefill.prompt_done();
                 prefill.answered(None);
             }
             event => return event,
@@ -354,7 +358,7 @@ async fn answered_badly(
     if standing.is_worth_a_retry() && attempt.takes_retry(role) {
         let (leg, worker) = (role.as_str(), &picked.worker.id);
         debug!(leg, worker = &**worker, status = answer.status.as_u16(), "retrying on another pair");
-        attempt.service.shared.metrics.retried("status");
+        attempt.service.shared.retried("status");
         return Ending::Retry { role, worker: worker.clone(), held };
     }
     let outcome = relay_refusal(answer, attempt.dialect, responder).await;
@@ -377,6 +381,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
     let answer = match prefill.end().await {
         PrefillEnd::Done(answer) => {
             attempt.pair.prefill.succeeded();
+            attempt.pair.prefill.prompt_done();
             answer
         }
         end => return prefill_failed(attempt, prefill, end, responder).await,

@@ -12,13 +12,14 @@ use infera_shards::UpstreamTimeouts;
 use super::keys::{ClientKeys, OutboundHeaders};
 use super::shared::{DisaggregationSettings, InflightCaps};
 use crate::breaker::BreakerSettings;
+use crate::route::LoadTerm;
 use crate::worker::Role;
 
 /// In force from the next request on.
 #[derive(Clone, Debug)]
 pub struct LiveSettings {
-    /// `--kv-overlap-weight`.
-    pub overlap_weight: f64,
+    /// `--kv-overlap-weight`; absent: as the load term of the pick has it.
+    pub overlap_weight: Option<f64>,
     /// `--kv-host-tier-weight`.
     pub host_tier_weight: f64,
     /// `--request-max-retries`: attempts on other workers after the first.
@@ -34,13 +35,14 @@ pub struct LiveSettings {
 }
 
 impl LiveSettings {
-    /// Weight of the cache term when a worker of this role is picked.
-    pub fn overlap_weight_of(&self, role: Role) -> f64 {
-        match role {
+    /// Weight of the cache term when a worker of this role is picked by this load term.
+    pub fn overlap_weight_of(&self, role: Role, load_term: LoadTerm) -> f64 {
+        let given = match role {
             Role::Mixed => self.overlap_weight,
             Role::Prefill => self.disaggregation.prefill_overlap_weight,
             Role::Decode => self.disaggregation.decode_overlap_weight,
-        }
+        };
+        given.unwrap_or_else(|| load_term.overlap_weight())
     }
 }
 

@@ -62,7 +62,7 @@ async fn chat_of(service: &RouterService, body: &Bytes, engine: EngineRules) -> 
     } else {
         let (there, here) = (body.clone(), body);
         let job = move || form::chat_of_messages(&there, engine, traits);
-        match prompts::on_the_pool(service, Box::new(job)).await {
+        match prompts::on_the_pool(service, job).await {
             Ok(made) => made,
             // The client is to have its answer, pool or not.
             Err(_) => form::chat_of_messages(here, engine, traits),

@@ -2,14 +2,17 @@
 //! looked up once per (model, worker) and shard and then held, so that a request touches atomics only.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use hashbrown::HashMap;
+use prometheus::core::Collector;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
 };
 
 use super::silence::SilentPhase;
+use super::stages::Stages;
 use crate::load::TargetId;
 use crate::prompt::NoBlocks;
 use crate::worker::{Name, Role};
@@ -142,13 +145,40 @@ pub struct RequestMetrics {
     silent_streams_total: [IntCounter; SilentPhase::ALL.len()],
     prompt_failures_total: IntCounterVec,
     prompt_seconds: Histogram,
+    pub stages: Stages,
+    target_blocks_hit_total: IntCounterVec,
+    target_blocks_total: IntCounterVec,
 }
+
+/// What has been counted since the start, all requests together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    pub requests: u64,
+    /// Those that did not end well by the router's or a worker's fault.
+    pub failed: u64,
+    /// Blocks that picked workers held, and blocks of the prompts; a pair counts for prefill.
+    pub blocks_hit: u64,
+    pub blocks: u64,
+}
+
+/// What was counted for one target.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TargetTotals {
+    pub picks: u64,
+    pub blocks_hit: u64,
+    pub blocks: u64,
+}
+
+/// One of them.
+type TargetNumber = fn(&mut TargetTotals) -> &mut u64;
 
 /// Handles of one target, held by a shard.
 pub struct TargetMetrics {
     /// Names the target in reports.
     pub route_key: Name,
     pub picks: IntCounter,
+    pub blocks_hit: IntCounter,
+    pub blocks: IntCounter,
     pub ttft: Histogram,
     pub prompt_tokens: IntCounter,
     pub generation_tokens: IntCounter,
@@ -158,8 +188,10 @@ pub struct TargetMetrics {
 
 impl RequestMetrics {
     /// Registers every family; fails only if two share a name, which a test would see.
-    pub fn new() -> Result<Self, prometheus::Error> {
+    pub fn new(shards: usize) -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
+        let stages = Stages::new(shards)?;
+        registry.register(Box::new(stages.clone()))?;
         let make = Make(&registry);
         let totals = make.counters("infera_requests_total", "Requests by how they ended.", &["router", "outcome"])?;
         let durations = make.histograms(
@@ -260,9 +292,56 @@ impl RequestMetrics {
                 "Requests routed by load alone because their prompt gave no blocks.",
                 &["reason"],
             )?,
+            target_blocks_hit_total: make.counters(
+                "infera_router_target_blocks_hit_total",
+                "Prompt blocks that the target already held when it was picked.",
+                &["role", "worker_id"],
+            )?,
+            target_blocks_total: make.counters(
+                "infera_router_target_blocks_total",
+                "Full blocks of the prompts that the target was picked for.",
+                &["role", "worker_id"],
+            )?,
             prompt_seconds,
+            stages,
             registry,
         })
+    }
+
+    /// What has been counted since the start.
+    pub fn totals(&self) -> Totals {
+        let mut totals = Totals::default();
+        for ((outcome, _), (total, _)) in self.outcomes.iter().flat_map(|by| OUTCOMES.iter().zip(by)) {
+            totals.requests += total.get();
+            if matches!(outcome, Outcome::ServerError | Outcome::Error) {
+                totals.failed += total.get();
+            }
+        }
+        let with_prompts = ROLES.iter().zip(&self.roles).filter(|(role, _)| **role != Role::Decode);
+        for (_, metrics) in with_prompts {
+            totals.blocks_hit += metrics.prefix_blocks_hit_total.get();
+            totals.blocks += metrics.prefix_blocks_total.get();
+        }
+        totals
+    }
+
+    /// By route key. Makes no series of targets that nobody was sent to.
+    pub fn target_totals(&self) -> BTreeMap<String, TargetTotals> {
+        let mut totals: BTreeMap<String, TargetTotals> = BTreeMap::new();
+        let families: [(&IntCounterVec, TargetNumber); 3] = [
+            (&self.picks_total, |totals| &mut totals.picks),
+            (&self.target_blocks_hit_total, |totals| &mut totals.blocks_hit),
+            (&self.target_blocks_total, |totals| &mut totals.blocks),
+        ];
+        for (family, number) in families {
+            for metric in family.collect().iter().flat_map(|family| family.get_metric()) {
+                let route_key = metric.get_label().iter().find(|label| label.name() == "worker_id");
+                let Some(route_key) = route_key else { continue };
+                *number(totals.entry(route_key.value().to_owned()).or_default()) +=
+                    metric.get_counter().get_value() as u64;
+            }
+        }
+        totals
     }
 
     pub fn registry(&self) -> &Registry {
@@ -341,6 +420,8 @@ impl RequestMetrics {
         TargetMetrics {
             route_key: route_key.clone(),
             picks: self.picks_total.with_label_values(&[role.as_str(), route_key]),
+            blocks_hit: self.target_blocks_hit_total.with_label_values(&[role.as_str(), route_key]),
+            blocks: self.target_blocks_total.with_label_values(&[role.as_str(), route_key]),
             ttft: self.ttft.with_label_values(&[router, model, worker]),
             prompt_tokens: self.prompt_tokens_total.with_label_values(&[router, model, worker]),
             generation_tokens: self.generation_tokens_total.with_label_values(&[router, model, worker]),
@@ -353,7 +434,9 @@ impl RequestMetrics {
     pub fn forget_target(&self, model: &str, worker: &str, route_key: &str, role: Role) {
         let router = RouterLabel::of(role).as_str();
         // An error means that the series never existed.
-        let _ = self.picks_total.remove_label_values(&[role.as_str(), route_key]);
+        for family in [&self.picks_total, &self.target_blocks_hit_total, &self.target_blocks_total] {
+            let _ = family.remove_label_values(&[role.as_str(), route_key]);
+        }
         let _ = self.ttft.remove_label_values(&[router, model, worker]);
         let _ = self.prompt_tokens_total.remove_label_values(&[router, model, worker]);
         let _ = self.generation_tokens_total.remove_label_values(&[router, model, worker]);

@@ -2,13 +2,17 @@
 //! release. Owns no socket and no thread; everything it holds for a request goes with the request's future,
 //! which the engine drops when the client leaves.
 
+mod access;
 mod budget;
 mod cleanup;
 mod count;
+mod demand;
 mod dialect;
 mod direct;
 mod disaggregated;
 mod exchange;
+mod explain;
+mod explained;
 mod held;
 mod keys;
 mod leg_end;
@@ -21,6 +25,7 @@ mod pair;
 mod parity;
 mod peers;
 mod pick;
+mod preview;
 mod prompts;
 mod queries;
 mod reading;
@@ -28,16 +33,19 @@ mod relay;
 mod service;
 mod shared;
 mod silence;
+mod stages;
 mod steering;
 mod verdict;
 
+pub use access::{AccessLine, AccessQueues, Ended, Leg};
 pub use keys::{ClientKeys, OutboundHeaders};
 pub use live::{LiveCell, LiveSettings};
-pub use metrics::RequestMetrics;
+pub use metrics::{RequestMetrics, TargetTotals, Totals};
 pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{
     ControlAsk, ControlPlane, DisaggregationSettings, InflightCaps, Lifecycle, PrefillRelease, RouterMode, Settings,
     Shared,
 };
 pub use silence::SilenceLimits;
+pub use stages::Stage;
 pub use steering::{Steering, SteeringSettings};

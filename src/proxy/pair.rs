@@ -7,15 +7,17 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::direct::{self, Named};
-use super::pick::{NoPick, Picked, Wish, pick};
+use super::pick::{NoPick, Picked, Wish, pick, preview};
+use super::preview::Notes;
 use super::prompts::Prompts;
 use super::service::RouterService;
 use super::steering::SessionName;
 use crate::api::ApiError;
-use crate::fleet::Target;
+use crate::fleet::{Target, Worker};
 use crate::index::View;
 use crate::limits;
 use crate::pd::{Pair, PdEndpoint, Peer, Pin, Protocol, RankPins, Sequences};
+use crate::route::RecentLoad;
 use crate::worker::{Name, Role};
 
 /// What a pair is for.
@@ -103,12 +105,65 @@ struct Member {
     peer: Rc<Peer>,
 }
 
+/// Two targets chosen for each other, each as its chooser gives it.
+struct PairOf<T> {
+    prefill: (T, Rc<Peer>),
+    decode: (T, Rc<Peer>),
+    another_prefill: bool,
+    another_decode: bool,
+}
+
 /// Nothing when every pair has been tried.
 pub(super) fn pick_pair(
     service: &RouterService,
     view: &View,
     wish: &PairWish<'_>,
 ) -> Result<Option<PickedPair>, ApiError> {
+    let booked = |role, pool: &[u32]| pick(service, view, &wish.of_one(role, pool));
+    let Some(pair) = choose_pair(service, view, wish, booked, |picked, worker| Arc::ptr_eq(&picked.worker, worker))?
+    else {
+        return Ok(None);
+    };
+    let ((prefill, prefill_peer), (decode, decode_peer)) = (pair.prefill, pair.decode);
+    Ok(Some(PickedPair {
+        peers: PairPeers { prefill: prefill_peer, decode: decode_peer, prefill_rank: prefill.rank },
+        prefill,
+        decode,
+        another_prefill: pair.another_prefill,
+        another_decode: pair.another_decode,
+    }))
+}
+
+/// What [`pick_pair`] would choose now, and the protocol that the two share. `notes` has each pick with its target,
+/// prefill's first.
+pub(super) fn preview_pair(
+    service: &RouterService,
+    view: &View,
+    wish: &PairWish<'_>,
+    notes: &mut Vec<(Role, Notes, Option<u32>)>,
+) -> Result<Option<Protocol>, ApiError> {
+    let counts_picks = service.shared.steering.recent_load != RecentLoad::Off;
+    let previewed = |role, pool: &[u32]| {
+        // A pick for a request counts itself before the next one.
+        let uncounted_picks = if counts_picks { notes.len() as u32 } else { 0 };
+        let mut own = Notes { uncounted_picks, ..Notes::default() };
+        let chosen = preview(service, view, &wish.of_one(role, pool), &mut own);
+        notes.push((role, own, chosen.as_ref().ok().map(|chosen| chosen.index)));
+        chosen.map(|chosen| chosen.index)
+    };
+    let is_on = |index: &u32, worker: &Arc<Worker>| Arc::ptr_eq(&view.fleet.targets[*index as usize].worker, worker);
+    let pair = choose_pair(service, view, wish, previewed, is_on)?;
+    Ok(pair.map(|pair| pair.prefill.1.protocol))
+}
+
+/// Prefill first, then decode among those that speak its protocol.
+fn choose_pair<T>(
+    service: &RouterService,
+    view: &View,
+    wish: &PairWish<'_>,
+    mut choose: impl FnMut(Role, &[u32]) -> Result<T, NoPick>,
+    is_on: impl Fn(&T, &Arc<Worker>) -> bool,
+) -> Result<Option<PairOf<T>>, ApiError> {
     let (prefill, prefill_faults) = members(service, view, wish, Role::Prefill)?;
     let (decode, decode_faults) = members(service, view, wish, Role::Decode)?;
     let speaks = |side: &[Member], protocol: Protocol| side.iter().any(|member| member.peer.protocol == protocol);
@@ -120,42 +175,39 @@ pub(super) fn pick_pair(
             _ => Ok(None),
         };
     }
-    let Some(picked_prefill) = pick_of(service, view, wish, Role::Prefill, &paired)? else { return Ok(None) };
-    // Ranks of one worker share its registration.
-    let is_of = |index: u32, picked: &Picked| Arc::ptr_eq(&view.fleet.targets[index as usize].worker, &picked.worker);
-    let peer_of = |side: &[Member], picked: &Picked| {
-        side.iter().find(|it| is_of(it.index, picked)).map(|member| member.peer.clone())
+    let mut one_of = |role, pool: &[u32]| match choose(role, pool) {
+        Ok(chosen) => Ok(Some(chosen)),
+        Err(NoPick::NoneLeft) => Ok(None),
+        Err(NoPick::Full) => Err(ApiError::full(wish.model)),
     };
-    let Some(prefill_peer) = peer_of(&prefill, &picked_prefill) else { return Ok(None) };
+    // Ranks of one worker share its registration.
+    let worker = |index: u32| &view.fleet.targets[index as usize].worker;
+    let peer_of = |side: &[Member], chosen: &T| {
+        side.iter().find(|it| is_on(chosen, worker(it.index))).map(|member| member.peer.clone())
+    };
+    let Some(chosen_prefill) = one_of(Role::Prefill, &paired)? else { return Ok(None) };
+    let Some(prefill_peer) = peer_of(&prefill, &chosen_prefill) else { return Ok(None) };
     let protocol = prefill_peer.protocol;
     let partners: SmallVec<[u32; 16]> =
         decode.iter().filter(|it| it.peer.protocol == protocol).map(|member| member.index).collect();
-    let Some(picked_decode) = pick_of(service, view, wish, Role::Decode, &partners)? else { return Ok(None) };
-    let Some(decode_peer) = peer_of(&decode, &picked_decode) else { return Ok(None) };
-    let another_prefill = paired.iter().any(|index| !is_of(*index, &picked_prefill));
-    let another_decode = decode.iter().any(|it| !is_of(it.index, &picked_decode) && speaks(&prefill, it.peer.protocol));
-    Ok(Some(PickedPair {
-        peers: PairPeers { prefill: prefill_peer, decode: decode_peer, prefill_rank: picked_prefill.rank },
-        prefill: picked_prefill,
-        decode: picked_decode,
+    let Some(chosen_decode) = one_of(Role::Decode, &partners)? else { return Ok(None) };
+    let Some(decode_peer) = peer_of(&decode, &chosen_decode) else { return Ok(None) };
+    let another_prefill = paired.iter().any(|index| !is_on(&chosen_prefill, worker(*index)));
+    let another_decode =
+        decode.iter().any(|it| !is_on(&chosen_decode, worker(it.index)) && speaks(&prefill, it.peer.protocol));
+    Ok(Some(PairOf {
+        prefill: (chosen_prefill, prefill_peer),
+        decode: (chosen_decode, decode_peer),
         another_prefill,
         another_decode,
     }))
 }
 
-fn pick_of(
-    service: &RouterService,
-    view: &View,
-    wish: &PairWish<'_>,
-    role: Role,
-    pool: &[u32],
-) -> Result<Option<Picked>, ApiError> {
-    let PairWish { model, prompts, samples, session, .. } = *wish;
-    let wish = Wish { model, role, pool, prompts, samples, session, tried: &[], by_load: false };
-    match pick(service, view, &wish) {
-        Ok(picked) => Ok(Some(picked)),
-        Err(NoPick::NoneLeft) => Ok(None),
-        Err(NoPick::Full) => Err(ApiError::full(wish.model)),
+impl<'a> PairWish<'a> {
+    /// The part of it that one of the two is picked by.
+    fn of_one(&self, role: Role, pool: &'a [u32]) -> Wish<'a> {
+        let PairWish { model, prompts, samples, session, .. } = *self;
+        Wish { model, role, pool, prompts, samples, session, tried: &[], by_load: false }
     }
 }
 

@@ -1,26 +1,31 @@
 //! Pick and booking as one step, between two awaits: candidates from the view, hits from the index, load
 //! from the atomics, the choice from `route`, from the request's session or from decode demand, and the charge on
-//! the chosen target.
+//! the chosen target. The choice is made by the same code for a request and for a preview of one, which books nothing
+//! and hears what was weighed.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
-use tracing::{Level, debug, enabled, info};
+use tracing::info;
 
+use super::access::{self, Leg};
+use super::demand::Demand;
 use super::parity;
+use super::preview::{DecidedBy, LeftOut, Witness};
 use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
-use super::queries::Queries;
 use super::service::{Handles, RouterService, Scratch};
+use super::stages::Stage;
 use super::steering::{SessionName, Turn};
-use crate::breaker::{Admission, BreakerSettings, Probe};
-use crate::decode_demand::{self, DecodeCandidate, DecodeDemand, Input, Reservation, Selection};
+use crate::breaker::{Admission, BreakerSettings, Probe, admission_of};
+use crate::decode_demand::Reservation;
 use crate::fleet::{Fleet, HealthState, RecordId, Target, Worker};
 use crate::hash::BlockHash;
 use crate::index::View;
 use crate::load::Booking;
 use crate::route::affinity::Lease;
-use crate::route::{self, Candidate, IMAGE_BLOCKS, Policy, RecentLoad};
+use crate::route::{self, Candidate, IMAGE_BLOCKS, LoadTerm, LoadWeights, Policy, RecentLoad};
 use crate::worker::{Name, Role};
 
 /// A booked target. Dropping it releases all that was charged for it.
@@ -29,6 +34,8 @@ pub(super) struct Picked {
     pub address: SocketAddr,
     pub rank: Option<u32>,
     pub handles: Handles,
+    /// When it was picked.
+    pub at: Instant,
     /// Absent once it was handed to somebody who ends earlier.
     pub booking: Option<Booking>,
     _reservation: Option<Reservation>,
@@ -74,9 +81,57 @@ pub(super) struct Wish<'a> {
     pub by_load: bool,
 }
 
+/// A pick for a request.
+struct ForARequest;
+
+impl Witness for ForARequest {
+    const BOOKS: bool = true;
+}
+
 pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Result<Picked, NoPick> {
+    let started = Instant::now();
     let mut scratch = service.scratch.borrow_mut();
-    let Scratch { indexes, .. } = &mut *scratch;
+    let is_chosen_well = shortlist(service, view, wish, &mut scratch.indexes, &mut ForARequest)?;
+    loop {
+        let chosen = choose(service, view, wish, &mut scratch, &mut ForARequest).ok_or(NoPick::NoneLeft)?;
+        let picked = chosen.booked(service, view, wish).ok_or(NoPick::NoneLeft)?;
+        let left = &mut scratch.indexes;
+        if is_chosen_well && picked.has_lost_its_probe() {
+            // Another shard has taken the probe, or the worker was opened, in this very moment.
+            left.retain(|index| view.fleet.targets[*index as usize].worker.id != picked.worker.id);
+            if !left.is_empty() {
+                continue;
+            }
+        }
+        let query = scratch.queries.took();
+        if !query.is_zero() {
+            service.took(Stage::Query, query);
+        }
+        service.took(Stage::Pick, picked.at.duration_since(started).saturating_sub(query));
+        return Ok(picked);
+    }
+}
+
+/// What [`pick`] would choose now, and how, in the words of `witness`.
+pub(super) fn preview(
+    service: &RouterService,
+    view: &View,
+    wish: &Wish<'_>,
+    witness: &mut impl Witness,
+) -> Result<Chosen, NoPick> {
+    let mut scratch = service.scratch.borrow_mut();
+    shortlist(service, view, wish, &mut scratch.indexes, witness)?;
+    choose(service, view, wish, &mut scratch, witness).ok_or(NoPick::NoneLeft)
+}
+
+/// Collects who may be asked. Tells whether all of them may be, or whether it is for want of better ones.
+fn shortlist<W: Witness>(
+    service: &RouterService,
+    view: &View,
+    wish: &Wish<'_>,
+    indexes: &mut Vec<u32>,
+    witness: &mut W,
+) -> Result<bool, NoPick> {
     indexes.clear();
     indexes.extend(route::untried(&view.fleet, wish.pool, wish.tried));
     if indexes.is_empty() {
@@ -84,97 +139,158 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Res
     }
     let cap = service.live().caps.per_target;
     if let Some(cap) = cap {
-        indexes.retain(|index| view.fleet.targets[*index as usize].load.requests() < cap);
+        indexes.retain(|index| {
+            let has_room = view.fleet.targets[*index as usize].load.requests() < cap;
+            if !has_room {
+                witness.left_out(*index, LeftOut::Full);
+            }
+            has_room
+        });
         if indexes.is_empty() {
             return Err(NoPick::Full);
         }
     }
-    let is_chosen_well = leave_out_ailing(service, &view.fleet, indexes);
-    loop {
-        let picked = pick_among(service, view, wish, &mut scratch).ok_or(NoPick::NoneLeft)?;
-        if !is_chosen_well || !picked.has_lost_its_probe() {
-            return Ok(picked);
-        }
-        // Another shard has taken the probe, or the worker was opened, in this very moment.
-        let indexes = &mut scratch.indexes;
-        indexes.retain(|index| view.fleet.targets[*index as usize].worker.id != picked.worker.id);
-        if indexes.is_empty() {
-            return Ok(picked);
-        }
-    }
+    Ok(leave_out_ailing(service, &view.fleet, indexes, witness))
 }
 
 /// Leaves out workers that the circuit breaker has opened or that have asked for time. Where that leaves nobody, all stay
 /// in: a wrong verdict must not take a model down. Tells whether all that are left may be asked.
-fn leave_out_ailing(service: &RouterService, fleet: &Fleet, indexes: &mut Vec<u32>) -> bool {
+fn leave_out_ailing<W: Witness>(
+    service: &RouterService,
+    fleet: &Fleet,
+    indexes: &mut Vec<u32>,
+    witness: &mut W,
+) -> bool {
     if !fleet.has_ailing() {
         return true;
     }
     let (live, now_ms) = (service.live(), service.shared.now_ms());
     let may_be_asked = |index: &u32| {
-        live.breaker.admission(&fleet.targets[*index as usize].worker.health, now_ms) != Admission::Excluded
+        let health = &fleet.targets[*index as usize].worker.health;
+        let admission =
+            if W::BOOKS { live.breaker.admission(health, now_ms) } else { admission_of(health.read(), now_ms) };
+        admission != Admission::Excluded
     };
     let is_anyone_left = indexes.iter().any(may_be_asked);
     if is_anyone_left {
-        indexes.retain(may_be_asked);
+        indexes.retain(|index| {
+            let stays = may_be_asked(index);
+            if !stays {
+                witness.left_out(*index, LeftOut::Breaker);
+            }
+            stays
+        });
+    } else {
+        witness.breaker_overruled();
     }
     is_anyone_left
 }
 
-fn pick_among(service: &RouterService, view: &View, wish: &Wish<'_>, scratch: &mut Scratch) -> Option<Picked> {
-    let shared = &service.shared;
-    let Scratch { queries, candidates, indexes } = scratch;
-    if wish.by_load {
-        let index = route::by_load(&view.fleet, indexes.iter().copied())?;
-        return Charge::of(Arc::new([])).on(service, &view.fleet.targets[index as usize]);
-    }
-    let sessions = shared.steering.sessions.as_ref();
-    let turn = sessions.zip(wish.session).and_then(|(sessions, name)| sessions.turn(name, wish.model, wish.role));
-    let session = Session { turn, fleet: &view.fleet, indexes: &*indexes };
-    if shared.settings.policy == Policy::RoundRobin {
-        let choose = || service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes);
-        let (index, lease) = match session.follow() {
-            Some((place, lease)) => (indexes[place], Some(lease)),
-            None => {
-                let index = choose()?;
-                match session.claim(index) {
-                    Some((place, lease)) => (indexes[place], Some(lease)),
-                    None => (index, None),
-                }
-            }
-        };
-        let target = &view.fleet.targets[index as usize];
-        info!(policy = "round-robin", role = wish.role.as_str(), picked = &*target.route_key, "pick");
-        return Charge { session: lease, ..Charge::of(Arc::new([])) }.on(service, target);
-    }
-    fill(service, view, wish, indexes, queries, candidates);
-    kv_aware(service, view, wish, candidates, &session)
+/// A target, and what was decided beside it.
+pub(super) struct Chosen {
+    pub index: u32,
+    /// What it was chosen by; absent where the prompt had no part in it.
+    by_cost: Option<(Candidate, f64)>,
+    reservation: Option<Reservation>,
+    session: Option<Lease>,
 }
 
-/// One candidate per target: what it holds of the prompt or of the images, and its load.
-fn fill(
+impl Chosen {
+    fn without_a_prompt(index: u32, session: Option<Lease>) -> Self {
+        Self { index, by_cost: None, reservation: None, session }
+    }
+}
+
+fn choose<W: Witness>(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
+    scratch: &mut Scratch,
+    witness: &mut W,
+) -> Option<Chosen> {
+    let shared = &service.shared;
+    scratch.queries.begin();
+    let indexes = &scratch.indexes;
+    if wish.by_load {
+        witness.in_order(indexes);
+        witness.decided(DecidedBy::RequestsInFlight);
+        return route::by_load(&view.fleet, indexes.iter().copied()).map(|index| Chosen::without_a_prompt(index, None));
+    }
+    let sessions = shared.steering.sessions.as_ref();
+    let turn = sessions.zip(wish.session).and_then(|(sessions, name)| sessions.turn(name, wish.model, wish.role));
+    if shared.settings.policy == Policy::RoundRobin {
+        witness.in_order(indexes);
+        let session = Session { turn, fleet: &view.fleet, indexes };
+        let (place, lease) = in_turn(service, wish, indexes, &session, witness)?;
+        return Some(Chosen::without_a_prompt(indexes[place], lease));
+    }
+    let facts = &wish.prompts.facts;
+    // Of an image nobody knows how long its computing takes: such picks keep the plain formula.
+    let load_term = if facts.is_multimodal { LoadTerm::Active } else { shared.steering.load_term.of(wish.role) };
+    let weight = service.live().overlap_weight_of(wish.role, load_term) * facts.retention.weight_factor();
+    let costing = Costing { load: load_term.weights(), weight };
+    witness.costed_by(&costing);
+    fill(service, view, wish, costing, scratch, witness);
+    let session = Session { turn, fleet: &view.fleet, indexes: &scratch.indexes };
+    kv_aware(service, view, wish, weight, &scratch.candidates, &session, witness)
+}
+
+fn in_turn<W: Witness>(
+    service: &RouterService,
+    wish: &Wish<'_>,
     indexes: &[u32],
-    queries: &mut Queries,
-    candidates: &mut Vec<Candidate>,
+    session: &Session<'_>,
+    witness: &mut W,
+) -> Option<(usize, Option<Lease>)> {
+    if let Some(followed) = session.follow::<W>() {
+        witness.decided(DecidedBy::Session);
+        return Some(followed);
+    }
+    witness.decided(DecidedBy::Turn);
+    let index = match W::BOOKS {
+        true => service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes),
+        false => service.round_robin.borrow().peek(wish.model, wish.role, indexes),
+    }?;
+    let claimed = if W::BOOKS { session.claim(index) } else { None };
+    match claimed {
+        Some((place, lease)) => Some((place, Some(lease))),
+        None => Some((indexes.iter().position(|known| *known == index)?, None)),
+    }
+}
+
+/// What a pick's cost is made of.
+#[derive(Clone, Copy)]
+pub(super) struct Costing {
+    pub load: LoadWeights,
+    /// Of a missing block.
+    pub weight: f64,
+}
+
+/// One candidate per target: what it holds of the prompt or of the images, and its load.
+fn fill<W: Witness>(
+    service: &RouterService,
+    view: &View,
+    wish: &Wish<'_>,
+    costing: Costing,
+    scratch: &mut Scratch,
+    witness: &mut W,
 ) {
+    let Scratch { queries, candidates, indexes } = scratch;
     let steering = &service.shared.steering;
     let facts = &wish.prompts.facts;
     // Images are encoded at prefill: a decode worker holds none.
     let images: &[_] = if wish.role == Role::Decode { &[] } else { &facts.images };
     let is_idle = indexes.iter().all(|index| view.fleet.targets[*index as usize].load.requests() == 0);
-    let recent_weight = steering.recent_load.weight(is_idle);
-    let pick_number = steering.picks.current();
+    let recent_weight = steering.recent_load.weight(is_idle, costing.weight);
+    let pick_number = steering.picks.current().wrapping_add(witness.uncounted_picks());
     candidates.clear();
     let host_weight = service.live().host_tier_weight;
-    queries.begin();
     for index in indexes.iter().copied() {
         let target = &view.fleet.targets[index as usize];
         // Beside an image the text's blocks say nothing: the placeholder is the same whatever the image.
         let blocks = wish.prompts.blocks_for(target).filter(|_| !facts.is_multimodal);
         let reusable = blocks.and_then(|_| wish.prompts.reusable_for(target));
+        let mut held_blocks = None;
         let (request_blocks, cache_hits, block_tokens) = if facts.is_multimodal {
             let held = if images.is_empty() { 0 } else { steering.images.held(target.id, images) };
             (IMAGE_BLOCKS * images.len() as u32, IMAGE_BLOCKS * held, DEFAULT_BLOCK_TOKENS)
@@ -182,66 +298,159 @@ fn fill(
             (
                 blocks.map_or(0, |blocks| blocks.len() as u32),
                 reusable.map_or(0, |blocks| {
-                    let hits = queries.of(view, blocks, host_weight > 0.0);
+                    // A preview shows what host memory holds also where that has no weight.
+                    let hits = queries.of(view, blocks, host_weight > 0.0 || !W::BOOKS);
+                    if !W::BOOKS {
+                        held_blocks = Some((hits.device.depth(target.slot), hits.any.depth(target.slot)));
+                    }
                     view.credit(target.slot, &hits.device, &hits.any, host_weight)
                 }),
                 target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
             )
         };
-        candidates.push(Candidate {
+        let recent_blocks = match recent_weight > 0.0 {
+            true => recent_weight * route::recent_blocks(&target.load, pick_number),
+            false => 0.0,
+        };
+        let candidate = Candidate {
             target: index,
             request_blocks,
             cache_hits,
             active_blocks: target.load.active_blocks(),
-            recent_blocks: if recent_weight > 0.0 {
-                recent_weight * route::recent_blocks(&target.load, pick_number)
-            } else {
-                0.0
-            },
+            load_blocks: costing.load.blocks(&target.load, block_tokens) + recent_blocks,
             picked_at_ns: target.load.picked_at_ns(),
             block_tokens,
-        });
+        };
+        witness.looked_up(&candidate, held_blocks, recent_blocks);
+        candidates.push(candidate);
     }
 }
 
-fn kv_aware(
+fn kv_aware<W: Witness>(
     service: &RouterService,
     view: &View,
     wish: &Wish<'_>,
+    weight: f64,
     candidates: &[Candidate],
     session: &Session<'_>,
-) -> Option<Picked> {
-    let shared = &service.shared;
-    let facts = &wish.prompts.facts;
-    let weight = service.live().overlap_weight_of(wish.role) * facts.retention.weight_factor();
+    witness: &mut W,
+) -> Option<Chosen> {
     let demand = Demand::of(service, view, wish);
     let mut place;
     let mut reservation = None;
     let mut lease = None;
-    if let Some((followed, held)) = session.follow() {
-        (place, lease) = (followed, Some(held));
-        reservation = demand.as_ref().map(|demand| demand.book(candidates, place));
-    } else {
-        let original = route::pick(weight, candidates)?.target;
-        place = candidates.iter().position(|candidate| candidate.target == original)?;
+    if let Some((bound, held)) = session.follow::<W>() {
+        (place, lease) = (bound, held);
+        witness.decided(DecidedBy::Session);
         if let Some(demand) = &demand {
-            let (selection, reserved) = demand.select(candidates, place);
-            (place, reservation) = (selection.picked, Some(reserved));
+            reservation = demand.book::<W>(candidates, place);
         }
-        if let Some((agreed, held)) = session.claim(candidates[place].target) {
+        if !W::BOOKS {
+            // The session has decided; what the others would have cost is shown all the same.
+            demand.iter().for_each(|demand| demand.show_to(candidates, None, witness));
+            route::pick_noted(weight, candidates, |terms| witness.weighed(terms));
+        }
+    } else {
+        let original = route::pick_noted(weight, candidates, |terms| witness.weighed(terms))?.target;
+        place = candidates.iter().position(|candidate| candidate.target == original)?;
+        witness.decided(DecidedBy::Cost);
+        if let Some(demand) = &demand {
+            let (selection, reserved) = demand.select(candidates, place, witness);
+            if selection.picked != place {
+                witness.decided(DecidedBy::Demand);
+            }
+            (place, reservation) = (selection.picked, reserved);
+        }
+        let claimed = if W::BOOKS { session.claim(candidates[place].target) } else { None };
+        if let Some((agreed, held)) = claimed {
             if agreed != place {
                 // Another turn of the session was first; what was reserved by this one's own choice is given up.
                 place = agreed;
-                reservation = demand.as_ref().map(|demand| demand.book(candidates, place));
+                reservation = demand.as_ref().and_then(|demand| demand.book::<W>(candidates, place));
             }
             lease = Some(held);
         }
     }
-    let chosen = &candidates[place];
-    let target = &view.fleet.targets[chosen.target as usize];
+    let candidate = candidates[place];
+    Some(Chosen { index: candidate.target, by_cost: Some((candidate, weight)), reservation, session: lease })
+}
+
+impl Chosen {
+    /// Charges the target with the request. A target without an address is not routable, and the fleet lists none.
+    fn booked(self, service: &RouterService, view: &View, wish: &Wish<'_>) -> Option<Picked> {
+        let target = &view.fleet.targets[self.index as usize];
+        let address = target.worker.address?;
+        let shared = &service.shared;
+        let handles = service.handles.of(&shared.metrics, target);
+        handles.picks.inc();
+        let (cache_hits, request_blocks) = match &self.by_cost {
+            // What images stand for is no block of a cache.
+            Some((candidate, _)) if !wish.prompts.facts.is_multimodal => {
+                (candidate.cache_hits, candidate.request_blocks)
+            }
+            _ => (0, 0),
+        };
+        if request_blocks > 0 {
+            handles.blocks_hit.inc_by(cache_hits.into());
+            handles.blocks.inc_by(request_blocks.into());
+        }
+        let blocks = match &self.by_cost {
+            Some((candidate, weight)) => {
+                shared.metrics.picked(wish.role, cache_hits, request_blocks);
+                note_the_choice(service, view, wish, target, candidate, *weight)
+            }
+            None => {
+                if !wish.by_load {
+                    info!(policy = "round-robin", role = wish.role.as_str(), picked = &*target.route_key, "pick");
+                }
+                Arc::new([])
+            }
+        };
+        access::note(|line| {
+            line.legs.push(Leg { role: wish.role, route_key: target.route_key.clone(), cache_hits, request_blocks });
+        });
+        let breaker = service.live().breaker;
+        let health = &target.worker.health;
+        let probe = match health.read().state {
+            HealthState::Well => None,
+            _ => breaker.claim(health, shared.now_ms()),
+        };
+        let at = Instant::now();
+        let booking = Booking::new(target.id, &target.load, blocks, &shared.ledger, shared.ns_at(at));
+        // What a decode worker gets is computed already; what says nothing of its length weighs as one block.
+        let queued_blocks = match (wish.role, &self.by_cost) {
+            (Role::Decode, _) | (_, None) => 0,
+            (_, Some((chosen, _))) if chosen.request_blocks == 0 => 1,
+            (_, Some((chosen, _))) => u64::from(chosen.request_blocks.saturating_sub(chosen.cache_hits)),
+        };
+        Some(Picked {
+            worker: target.worker.clone(),
+            address,
+            rank: target.rank,
+            handles,
+            at,
+            booking: Some(booking.queueing(queued_blocks)),
+            _reservation: self.reservation,
+            session: self.session,
+            probe: Cell::new(probe),
+            breaker,
+        })
+    }
+}
+
+/// What a choice by cost leaves beside its booking. Gives the blocks to book.
+fn note_the_choice(
+    service: &RouterService,
+    view: &View,
+    wish: &Wish<'_>,
+    target: &Target,
+    chosen: &Candidate,
+    weight: f64,
+) -> Arc<[BlockHash]> {
+    let shared = &service.shared;
+    let facts = &wish.prompts.facts;
     let (cache_hits, request_blocks) =
         if facts.is_multimodal { (0, 0) } else { (chosen.cache_hits, chosen.request_blocks) };
-    shared.metrics.picked(wish.role, cache_hits, request_blocks);
     let mm_affinity_hits = if facts.is_multimodal { chosen.cache_hits / IMAGE_BLOCKS } else { 0 };
     if facts.is_multimodal && wish.role != Role::Decode {
         shared.steering.images.record(&view.fleet, target.id, &facts.images);
@@ -257,6 +466,7 @@ fn kv_aware(
         cache_hits,
         request_blocks,
         active_blocks = chosen.active_blocks,
+        load_blocks = chosen.load_blocks,
         w_overlap = if facts.is_multimodal { 0.0 } else { weight },
         mm_images = facts.images.len(),
         mm_affinity_hits,
@@ -264,7 +474,7 @@ fn kv_aware(
     );
     let blocks = wish.prompts.blocks_for(target).cloned().unwrap_or_else(|| Arc::new([]));
     parity::watch(shared, wish, target, &blocks);
-    Charge { blocks, reservation, session: lease }.on(service, target)
+    blocks
 }
 
 /// The session of a pick, if it has one, among the targets that may serve it.
@@ -275,9 +485,14 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Place of the target that the session is bound to.
-    fn follow(&self) -> Option<(usize, Lease)> {
-        self.placed(self.turn?.follow(|record| self.place_of(record).is_some())?)
+    /// Place of the target that the session is bound to; for a request with the hold on it.
+    fn follow<W: Witness>(&self) -> Option<(usize, Option<Lease>)> {
+        let turn = self.turn?;
+        let may_serve = |record| self.place_of(record).is_some();
+        if !W::BOOKS {
+            return Some((self.place_of(turn.peek(may_serve)?)?, None));
+        }
+        self.placed(turn.follow(may_serve)?).map(|(place, lease)| (place, Some(lease)))
     }
 
     /// Binds the session to the target of this index of the fleet, or to what another turn has bound it to
@@ -293,105 +508,5 @@ impl Session<'_> {
 
     fn place_of(&self, record: RecordId) -> Option<usize> {
         self.indexes.iter().position(|index| self.fleet.targets[*index as usize].record_id == record)
-    }
-}
-
-/// Decode demand as one pick sees it; only for decode picks, and only when it is switched on.
-struct Demand<'a> {
-    demand: &'a DecodeDemand,
-    view: &'a View,
-    wish: &'a Wish<'a>,
-}
-
-impl<'a> Demand<'a> {
-    fn of(service: &'a RouterService, view: &'a View, wish: &'a Wish<'a>) -> Option<Self> {
-        let demand = service.shared.steering.demand.as_ref().filter(|_| wish.role == Role::Decode)?;
-        Some(Self { demand, view, wish })
-    }
-
-    fn candidate(&self, candidate: &Candidate) -> (DecodeCandidate<'a>, Input) {
-        let target = &self.view.fleet.targets[candidate.target as usize];
-        let (tokens, input) = self.wish.prompts.tokens_for(target);
-        let tokens = decode_demand::request_tokens(tokens, self.wish.samples);
-        (DecodeCandidate { demand: &target.demand, tokens, load: candidate.load() }, input)
-    }
-
-    fn book(&self, candidates: &[Candidate], place: usize) -> Reservation {
-        self.demand.book(&self.candidate(&candidates[place]).0)
-    }
-
-    fn select(&self, candidates: &[Candidate], original: usize) -> (Selection, Reservation) {
-        let mut input = Input::Exact;
-        let rows: Vec<DecodeCandidate<'_>> = candidates
-            .iter()
-            .map(|candidate| {
-                let (row, counted) = self.candidate(candidate);
-                if counted == Input::Estimated {
-                    input = counted;
-                }
-                row
-            })
-            .collect();
-        let is_shown = enabled!(target: "infera_router::decode_demand", Level::DEBUG);
-        let mut projected = Vec::new();
-        let (selection, reservation) = self.demand.select(&rows, original, input, is_shown.then_some(&mut projected));
-        if is_shown {
-            self.show(candidates, &projected, selection, input);
-        }
-        (selection, reservation)
-    }
-
-    /// The debug event of one decision: targets and numbers, no text of the request.
-    fn show(&self, candidates: &[Candidate], projected: &[u64], selection: Selection, input: Input) {
-        let key = |place: usize| &*self.view.fleet.targets[candidates[place].target as usize].route_key;
-        debug!(
-            target: "infera_router::decode_demand",
-            mode = self.demand.mode().as_str(),
-            input = input.as_str(),
-            candidates = ?(0..candidates.len()).map(key).collect::<Vec<_>>(),
-            projected_tokens = ?projected,
-            original = key(selection.original),
-            suggested = key(selection.suggested),
-            selected = key(selection.picked),
-            "decode input demand"
-        );
-    }
-}
-
-/// What is charged with a pick.
-struct Charge {
-    blocks: Arc<[BlockHash]>,
-    reservation: Option<Reservation>,
-    session: Option<Lease>,
-}
-
-impl Charge {
-    fn of(blocks: Arc<[BlockHash]>) -> Self {
-        Self { blocks, reservation: None, session: None }
-    }
-
-    /// A target without an address is not routable, and the fleet lists none.
-    fn on(self, service: &RouterService, target: &Target) -> Option<Picked> {
-        let address = target.worker.address?;
-        let shared = &service.shared;
-        let handles = service.handles.of(&shared.metrics, target);
-        handles.picks.inc();
-        let breaker = service.live().breaker;
-        let health = &target.worker.health;
-        let probe = match health.read().state {
-            HealthState::Well => None,
-            _ => breaker.claim(health, shared.now_ms()),
-        };
-        Some(Picked {
-            worker: target.worker.clone(),
-            address,
-            rank: target.rank,
-            handles,
-            booking: Some(Booking::new(target.id, &target.load, self.blocks, &shared.ledger, shared.now_ns())),
-            _reservation: self.reservation,
-            session: self.session,
-            probe: Cell::new(probe),
-            breaker,
-        })
     }
 }

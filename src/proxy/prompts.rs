@@ -16,7 +16,7 @@ use crate::fleet::{Fleet, Parity, Target};
 use crate::hash::BlockHash;
 use crate::limits;
 use crate::prompt::outline::Outline;
-use crate::prompt::{self, Attempt, EngineRules, NoBlocks, PromptBody, Prompter, Variant};
+use crate::prompt::{self, Attempt, EngineRules, NoBlocks, PromptBody, PromptPreview, PromptTimes, Prompter, Variant};
 use crate::route::BodyFacts;
 
 /// Tokens per block for a target that has no block size of its own: the canonical value of the field.
@@ -124,32 +124,13 @@ pub(super) fn begin(
     outline: &Outline,
     body: Option<PromptBody<'_>>,
 ) -> Option<Unfinished> {
-    let mut wanted: Vec<Wanted> = Vec::with_capacity(1);
-    let mut variants: Vec<Variant> = Vec::new();
-    for index in pool {
-        let target = &fleet.targets[*index as usize];
-        let want = Wanted::of(target);
-        if wanted.contains(&want) {
-            continue;
-        }
-        if want.variant.is_some_and(|id| variants.iter().all(|variant| variant.id() != id)) {
-            // What cannot be made a variant has no id, so this one can.
-            let arguments = target.worker.record.default_chat_template_kwargs.as_ref();
-            variants.extend(arguments.and_then(|arguments| Variant::of(arguments).ok()));
-        }
-        wanted.push(want);
-    }
-    let endpoint = match endpoint {
-        Endpoint::ChatCompletions => prompt::Endpoint::Chat,
-        Endpoint::Responses | Endpoint::InputTokens => prompt::Endpoint::Responses,
-        Endpoint::Messages | Endpoint::CountTokens => prompt::Endpoint::Messages,
-        _ => prompt::Endpoint::Completions,
-    };
     let started = Instant::now();
+    // What somebody else's prompt has left on this thread is not this one's.
+    prompt::take_times();
     let shared = &service.shared;
-    let work = Work { endpoint, wanted, variants, estimates: shared.steering.demand.is_some() };
+    let work = Work::of(service, endpoint, fleet, pool);
     let bytes = outline.body();
-    prompts.source = Some(Source { endpoint, body: bytes.clone() });
+    prompts.source = Some(Source { endpoint: work.endpoint, body: bytes.clone() });
     let prompter = shared.prompter.as_deref();
     let brings_template = prompter.is_some_and(|prompter| prompter.may_bring_template(bytes));
     let done = match (prompter, body) {
@@ -158,34 +139,69 @@ pub(super) fn begin(
         (Some(prompter), Some(body)) if prompts.facts.messages <= limits::SHARD_PROMPT_MESSAGES && !brings_template => {
             match work.attempt_here(prompter, body, bytes.len()) {
                 Ok(parts) if parts.iter().any(|part| matches!(part.attempt, Attempt::Later(_))) => {
-                    return Some(Unfinished { work, parts: Some(parts), started });
+                    return Some(Unfinished { work, parts: Some(parts), started, times: prompt::take_times() });
                 }
                 parts => work.done(Some(prompter), parts, bytes),
             }
         }
-        _ => return Some(Unfinished { work, parts: None, started }),
+        _ => return Some(Unfinished { work, parts: None, started, times: PromptTimes::default() }),
     };
-    take(shared, prompts, done, started);
+    take(service, prompts, done, started, prompt::take_times());
     None
 }
 
 /// The rest of the way, on the encoder pool.
 pub(super) async fn finish(service: &RouterService, prompts: &mut Prompts, body: &Bytes, unfinished: Unfinished) {
-    let Unfinished { work, parts, started } = unfinished;
+    let Unfinished { work, parts, started, times } = unfinished;
     let (prompter, bytes) = (service.shared.prompter.clone(), body.clone());
-    let job = move || match parts {
-        Some(parts) => work.done(prompter.as_deref(), Ok(parts), &bytes),
-        None => work.run(prompter.as_deref(), &bytes),
+    let job = move || {
+        prompt::take_times();
+        let done = match parts {
+            Some(parts) => work.done(prompter.as_deref(), Ok(parts), &bytes),
+            None => work.run(prompter.as_deref(), &bytes),
+        };
+        (done, prompt::take_times())
     };
-    match prompt_on_the_pool(service, Box::new(job)).await {
-        Some(done) => take(&service.shared, prompts, done, started),
-        // No time on this core for what the pool had none for: the whole body stands for its text.
-        None => prompts.estimated_tokens = body.len() as u64 / 4,
+    match on_the_pool(service, job).await {
+        Ok((done, more)) => take(service, prompts, done, started, times.and(more)),
+        Err(reason) => {
+            // No time on this core for what the pool had none for: the whole body stands for its text.
+            prompts.estimated_tokens = body.len() as u64 / 4;
+            if service.shared.metrics.prompt_failed_because(reason) {
+                warn!(reason, "a prompt was routed by load alone; further ones are only counted");
+            }
+        }
     }
 }
 
-fn take(shared: &Shared, prompts: &mut Prompts, done: Done, started: Instant) {
+/// What became of a prompt that is only looked at.
+pub(super) struct Previewed {
+    /// One for each rendering that the pool needs.
+    pub renderings: Vec<(EngineRules, Vec<u32>, PromptPreview)>,
+    /// Why there are no blocks, if there are none.
+    pub reason: Option<(&'static str, String)>,
+}
+
+/// The same way for a request that is only explained: always on the encoder pool, and nothing is counted or kept.
+pub(super) async fn preview(service: &RouterService, prompts: &mut Prompts, work: Work, body: Bytes) -> Previewed {
+    let (prompter, length) = (service.shared.prompter.clone(), body.len());
+    match on_the_pool(service, move || work.preview(prompter.as_deref(), &body)).await {
+        Ok((done, renderings)) => {
+            (prompts.hashed, prompts.estimated_tokens) = (done.hashed, done.estimated_tokens);
+            let reason = done.failure.map(|failure| (failure.reason(), failure.to_string()));
+            Previewed { renderings, reason }
+        }
+        Err(reason) => {
+            prompts.estimated_tokens = length as u64 / 4;
+            Previewed { renderings: Vec::new(), reason: Some((reason, "the encoder pool had no time".to_owned())) }
+        }
+    }
+}
+
+fn take(service: &RouterService, prompts: &mut Prompts, done: Done, started: Instant, times: PromptTimes) {
+    let shared = &service.shared;
     shared.metrics.prompt_done(started.elapsed().as_secs_f64());
+    service.prompt_took(times);
     if let Some(failure) = &done.failure {
         report(shared, failure);
     }
@@ -197,29 +213,16 @@ fn brings_ids(outline: &Outline) -> bool {
     outline.raw("input_ids").is_some() || outline.raw("prompt").is_some_and(|prompt| prompt.starts_with(b"["))
 }
 
-type Job<T> = Box<dyn FnOnce() -> T + Send>;
-
-/// Nothing when the pool was full or late; that is counted here.
-async fn prompt_on_the_pool(service: &RouterService, job: Job<Done>) -> Option<Done> {
-    match on_the_pool(service, job).await {
-        Ok(done) => Some(done),
-        Err(reason) => {
-            if service.shared.metrics.prompt_failed_because(reason) {
-                warn!(reason, "a prompt was routed by load alone; further ones are only counted");
-            }
-            None
-        }
-    }
-}
-
-/// Runs a job on the encoder pool; the error says what kept it from its end.
-pub(super) async fn on_the_pool<T: Send + 'static>(service: &RouterService, job: Job<T>) -> Result<T, &'static str> {
-    let shared = &service.shared;
+/// What an encoder thread makes of the job, or why none did.
+pub(super) async fn on_the_pool<T: Send + 'static>(
+    service: &RouterService,
+    job: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, &'static str> {
     let (completion, pending) = service.context.mailbox.ticket();
     // Gone with this future: a job whose request has left or given up does nothing.
     let wanted_still = Arc::new(());
     let watch = Arc::downgrade(&wanted_still);
-    let accepted = shared.encoders.submit(move || {
+    let accepted = service.shared.encoders.submit(move || {
         if watch.strong_count() > 0 {
             completion.complete(job());
         }
@@ -235,7 +238,7 @@ pub(super) async fn on_the_pool<T: Send + 'static>(service: &RouterService, job:
 }
 
 /// What is to be made of a body; runs on any thread.
-struct Work {
+pub(super) struct Work {
     endpoint: prompt::Endpoint,
     wanted: Vec<Wanted>,
     /// The workers' own, by the ids that `wanted` names.
@@ -276,9 +279,37 @@ pub(super) struct Unfinished {
     work: Work,
     parts: Option<Vec<Part>>,
     started: Instant,
+    /// What its stages took so far.
+    times: PromptTimes,
 }
 
 impl Work {
+    /// What the targets of `pool` want of a prompt.
+    pub fn of(service: &RouterService, endpoint: &Endpoint, fleet: &Fleet, pool: &[u32]) -> Self {
+        let mut wanted: Vec<Wanted> = Vec::with_capacity(1);
+        let mut variants: Vec<Variant> = Vec::new();
+        for index in pool {
+            let target = &fleet.targets[*index as usize];
+            let want = Wanted::of(target);
+            if wanted.contains(&want) {
+                continue;
+            }
+            if want.variant.is_some_and(|id| variants.iter().all(|variant| variant.id() != id)) {
+                // What cannot be made a variant has no id, so this one can.
+                let arguments = target.worker.record.default_chat_template_kwargs.as_ref();
+                variants.extend(arguments.and_then(|arguments| Variant::of(arguments).ok()));
+            }
+            wanted.push(want);
+        }
+        let endpoint = match endpoint {
+            Endpoint::ChatCompletions => prompt::Endpoint::Chat,
+            Endpoint::Responses | Endpoint::InputTokens => prompt::Endpoint::Responses,
+            Endpoint::Messages | Endpoint::CountTokens => prompt::Endpoint::Messages,
+            _ => prompt::Endpoint::Completions,
+        };
+        Work { endpoint, wanted, variants, estimates: service.shared.steering.demand.is_some() }
+    }
+
     /// The whole way, from the body's bytes.
     fn run(&self, prompter: Option<&Prompter>, body: &[u8]) -> Done {
         self.done(prompter, self.attempt(prompter, body), body)
@@ -319,6 +350,23 @@ impl Work {
             Ok(Part { family, attempt })
         });
         parts.collect()
+    }
+
+    /// The whole way, with what was seen on it, and without a trace.
+    fn preview(&self, prompter: Option<&Prompter>, body: &[u8]) -> (Done, Vec<(EngineRules, Vec<u32>, PromptPreview)>) {
+        let mut renderings = Vec::new();
+        let parts = self.families(prompter).into_iter().map(|family| {
+            let (variant, sizes) = (family.variant.as_ref(), &family.block_sizes);
+            let seen = match prompter {
+                Some(prompter) => prompter.preview(self.endpoint, family.rules, variant, body, sizes)?,
+                None => PromptPreview::of_ids(&prompt::tokens_without_tokenizer(self.endpoint, body)?, sizes),
+            };
+            let attempt = Attempt::Ready(seen.blocks.clone());
+            renderings.push((family.rules, sizes.iter().map(|size| *size as u32).collect(), seen));
+            Ok(Part { family, attempt })
+        });
+        let parts = parts.collect();
+        (self.done(prompter, parts, body), renderings)
     }
 
     /// One for each rendering that is needed.

@@ -1,6 +1,8 @@
 //! Index look-ups of one pick: one for each distinct prompt among the candidates, which differ by the engine's rules, its
 //! template arguments and its block size. Reused from pick to pick, so that none allocates.
 
+use std::time::{Duration, Instant};
+
 use crate::hash::BlockHash;
 use crate::index::{Hits, View};
 
@@ -9,6 +11,8 @@ pub(super) struct Queries {
     /// The first `used` belong to the pick at hand.
     rows: Vec<Row>,
     used: usize,
+    /// Spent in the index for the pick at hand.
+    took: Duration,
 }
 
 #[derive(Default)]
@@ -23,7 +27,12 @@ pub(super) struct Row {
 impl Queries {
     /// Forgets the last pick's.
     pub fn begin(&mut self) {
-        self.used = 0;
+        (self.used, self.took) = (0, Duration::ZERO);
+    }
+
+    /// Time spent in the index since [`Queries::begin`].
+    pub fn took(&self) -> Duration {
+        self.took
     }
 
     /// What the index knows of these blocks.
@@ -37,10 +46,12 @@ impl Queries {
             }
             let row = &mut self.rows[self.used];
             row.blocks = address;
+            let started = Instant::now();
             view.index.query(blocks, &mut row.device);
             if wants_any {
                 view.index.query_any(blocks, &mut row.any);
             }
+            self.took += started.elapsed();
             self.used += 1;
             self.used - 1
         });

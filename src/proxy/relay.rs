@@ -8,15 +8,17 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use http::StatusCode;
-use infera_shards::{BodyObserver, IgnoreBody, RelayOutcome, Responder, UpstreamResponse};
+use infera_shards::{BodyObserver, RelayOutcome, Responder, UpstreamResponse};
 use tracing::warn;
 
+use super::access::{self, Ended, Tally};
 use super::dialect::{Dialect, is_stream};
 use super::metrics::Outcome;
 use super::observe::AnswerObserver;
-use super::service::Handles;
+use super::service::{Handles, answer};
 use super::silence::Watched;
 use crate::api::ApiError;
+use crate::load::QueuedBlocks;
 use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
 
@@ -46,16 +48,25 @@ pub(super) struct StreamObserver<'a> {
     watched: &'a Watched<'a>,
     /// Absent for what is no stream of events.
     completion: Option<Completion>,
+    /// Until the first byte.
+    queued: Option<QueuedBlocks>,
     /// Set at a stream's terminator; then the stream is whole only with one.
     is_complete: Option<&'a Cell<bool>>,
+    /// Absent without an access log.
+    tally: Option<Tally>,
 }
 
 impl<'a> StreamObserver<'a> {
     /// Of one worker's answer. Endpoints differ in how a stream ends, so any stream that has said something is whole once
     /// its body is; one without a single data line has said nothing.
     pub fn of_a_worker(is_stream: bool, watched: &'a Watched<'a>) -> Self {
-        let completion = is_stream.then(Completion::default);
-        Self { answer: AnswerObserver::new(), watched, completion, is_complete: None }
+        let (completion, tally) = (is_stream.then(Completion::default), Tally::of_current());
+        Self { answer: AnswerObserver::new(), watched, completion, queued: None, is_complete: None, tally }
+    }
+
+    /// The same for a prompt that has been in its worker's queue until now: the first byte takes it off.
+    pub fn queueing(self, queued: Option<QueuedBlocks>) -> Self {
+        Self { queued, ..self }
     }
 
     /// Of a decode leg's answer: its stream is whole only with its terminator.
@@ -74,6 +85,10 @@ impl BodyObserver for StreamObserver<'_> {
     fn data(&mut self, payload: &[u8]) {
         self.watched.came();
         self.answer.data(payload);
+        self.queued = None;
+        if let Some(tally) = &self.tally {
+            tally.passed_on(payload.len());
+        }
         let Some(completion) = &mut self.completion else { return };
         completion.feed(payload);
         if let Some(is_complete) = &self.is_complete
@@ -106,6 +121,7 @@ pub(super) async fn relay_decode(
     beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
+    access::note(|line| line.status = Some(status));
     let is_stream = is_stream(&response);
     let worker = answering.decode_worker;
     let mut observer = StreamObserver::of_decode(is_stream, &answering);
@@ -119,16 +135,19 @@ pub(super) async fn relay_decode(
     let failure = observer.failure();
     match outcome {
         RelayOutcome::Complete if failure.is_some() => {
+            access::note(|line| line.ended = Ended::StreamError);
             warn!(worker = &**worker, "a decode worker reported an error inside its stream");
             Answer { outcome: Outcome::Error, is_whole: true, failure }
         }
         RelayOutcome::Complete => {
+            access::note(|line| line.ended = Ended::Complete);
             if status == StatusCode::OK {
                 count(answering.handles, answering.received, &observer.answer);
             }
             Answer { outcome: Outcome::from(status), is_whole: true, failure }
         }
         RelayOutcome::UpstreamFailed(error) => {
+            access::note(|line| line.ended = Ended::Cut);
             warn!(worker = &**worker, phase = error.phase(), %error, "an answer was cut by its decode worker");
             answer_if_possible(
                 dialect,
@@ -161,9 +180,14 @@ async fn relay_beside(
 /// Passes on an answer that ends the request as it is: a leg's refusal, in its own words.
 pub(super) async fn relay_refusal(response: UpstreamResponse, dialect: &Dialect, responder: &mut Responder) -> Outcome {
     let status = response.status;
-    match dialect.passing(response, responder, &mut IgnoreBody).await {
-        RelayOutcome::Complete => Outcome::from(status),
+    access::note(|line| line.status = Some(status));
+    match dialect.passing(response, responder, &mut Counted(Tally::of_current())).await {
+        RelayOutcome::Complete => {
+            access::note(|line| line.ended = Ended::Complete);
+            Outcome::from(status)
+        }
         RelayOutcome::UpstreamFailed(error) => {
+            access::note(|line| line.ended = Ended::Cut);
             answer_if_possible(dialect, responder, format!("a worker failed inside its refusal: {error}")).await;
             Outcome::Error
         }
@@ -171,10 +195,21 @@ pub(super) async fn relay_refusal(response: UpstreamResponse, dialect: &Dialect,
     }
 }
 
+/// Looks at nothing but how much there is.
+struct Counted(Option<Tally>);
+
+impl BodyObserver for Counted {
+    fn data(&mut self, payload: &[u8]) {
+        if let Some(tally) = &self.0 {
+            tally.passed_on(payload.len());
+        }
+    }
+}
+
 async fn answer_if_possible(dialect: &Dialect, responder: &mut Responder, reason: String) {
     if !responder.started() {
         // A client that has left needs no answer.
-        let _ = responder.send(dialect.refusal(ApiError::WorkerFailed { reason })).await;
+        answer(dialect.refusal(ApiError::WorkerFailed { reason }), responder).await;
     }
 }
 

@@ -4,26 +4,31 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arc_swap::{ArcSwap, Cache};
 use bytes::Bytes;
-use http::{HeaderValue, StatusCode, header};
+use http::{HeaderValue, Method, StatusCode, header};
 use infera_shards::{Rejection, Request, Responder, Response, Service, ShardContext};
 use serde_json::json;
 
+use super::access::{self, AccessSink, Ended};
 use super::budget::RetryBudget;
 use super::cleanup::ShardSide;
 use super::count;
 use super::dialect::Dialect;
 use super::exchange;
+use super::explain;
 use super::live::{LiveCopy, LiveSettings};
 use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
 use super::silence::Streams;
+use super::stages::Stage;
 use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
+use crate::prompt::PromptTimes;
 use crate::route::{Candidate, RoundRobin};
 
 /// What a listener answers.
@@ -38,7 +43,17 @@ pub enum Surface {
 
 impl Surface {
     fn answers(self, endpoint: &Endpoint) -> bool {
-        let is_control = matches!(endpoint, Endpoint::Workers | Endpoint::Metrics | Endpoint::CacheView(_));
+        let is_control = matches!(
+            endpoint,
+            Endpoint::Workers
+                | Endpoint::Metrics
+                | Endpoint::CacheView(_)
+                | Endpoint::Explain
+                | Endpoint::Config
+                | Endpoint::LogLevel
+                | Endpoint::Overview
+                | Endpoint::Dashboard
+        );
         let is_common = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Models | Endpoint::Model(_));
         match self {
             Surface::All => true,
@@ -61,6 +76,7 @@ pub struct RouterService {
     pub(super) streams: Rc<Streams>,
     pub(super) round_robin: RefCell<RoundRobin>,
     pub(super) scratch: RefCell<Scratch>,
+    access: Option<AccessSink>,
     view: RefCell<Cache<Arc<ArcSwap<View>>, Arc<View>>>,
 }
 
@@ -83,7 +99,13 @@ impl RouterService {
             peers: Peers::default(),
             retry_budget: RetryBudget::new(live.get().retry_budget_percent, shared.settings.shards),
             scratch: RefCell::default(),
-            side: Rc::new(ShardSide { shared: shared.clone(), upstream: context.upstream.clone(), live }),
+            access: shared.access.clone().map(|queues| AccessSink { queues, shard: context.shard }),
+            side: Rc::new(ShardSide {
+                shared: shared.clone(),
+                upstream: context.upstream.clone(),
+                shard: context.shard,
+                live,
+            }),
             streams: Streams::start(shared.clone()),
             shared,
             context,
@@ -117,7 +139,22 @@ impl RouterService {
         has_one
     }
 
-    async fn local(&self, endpoint: Endpoint, request: &Request) -> Response {
+    /// A stage of the request at hand took so long.
+    pub(super) fn took(&self, stage: Stage, took: Duration) {
+        self.shared.took(self.context.shard, stage, took);
+    }
+
+    /// The stages of its prompt; those that it did not come to are not counted.
+    pub(super) fn prompt_took(&self, times: PromptTimes) {
+        let PromptTimes { render, encode, hash } = times;
+        for (stage, took) in [(Stage::Render, render), (Stage::Encode, encode), (Stage::Hash, hash)] {
+            if !took.is_zero() {
+                self.took(stage, took);
+            }
+        }
+    }
+
+    async fn local(&self, endpoint: Endpoint, request: Request) -> Response {
         match endpoint {
             Endpoint::Models => {
                 let view = self.view();
@@ -131,13 +168,24 @@ impl RouterService {
             }
             Endpoint::Ready => self.ready(),
             Endpoint::Metrics => self.ask(ControlAsk::Metrics).await,
+            Endpoint::Config => self.ask(ControlAsk::Config).await,
+            Endpoint::Overview => self.ask(ControlAsk::Overview).await,
+            Endpoint::Dashboard => self.ask(ControlAsk::Dashboard).await,
+            Endpoint::LogLevel => {
+                let filter = (request.method == Method::PUT).then(|| request.body.clone());
+                self.ask(ControlAsk::LogLevel { filter }).await
+            }
+            Endpoint::Explain => match explain::explain(self, request).await {
+                Ok(answer) => api::json_response(StatusCode::OK, &answer),
+                Err(error) => error.into_response(),
+            },
             Endpoint::CacheView(worker_id) => self.cache_view(worker_id, &request.target).await,
+            Endpoint::InputTokens => count::of_responses(self, &request).await,
             Endpoint::WrongMethod(allow) => ApiError::WrongMethod { allow }.into_response(),
             Endpoint::Unknown
             | Endpoint::ChatCompletions
             | Endpoint::Completions
             | Endpoint::Responses
-            | Endpoint::InputTokens
             | Endpoint::Messages
             | Endpoint::CountTokens
             | Endpoint::Forward => {
@@ -193,40 +241,66 @@ impl RouterService {
 }
 
 impl Service for RouterService {
+    // The exchange's future stands here as it is: in one more around it, the request would be stored once more.
     async fn call(&self, request: Request, responder: &mut Responder) {
         self.follow_reloads();
-        let mut endpoint = api::endpoint(&request.method, &request.target);
-        if !self.surface.answers(&endpoint) {
-            endpoint = Endpoint::Unknown;
-        }
-        // Probes and scrapers carry no keys, and are told nothing but numbers.
-        let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics);
-        if !is_open && !self.live().client_keys.admit(&request.head) {
-            self.shared.metrics.refused_key();
-            let _ = responder.send(Dialect::of(&endpoint).refusal(ApiError::WrongKey)).await;
-            return;
-        }
-        match endpoint {
-            endpoint @ (Endpoint::ChatCompletions
-            | Endpoint::Completions
-            | Endpoint::Responses
-            | Endpoint::Messages
-            | Endpoint::Forward) => {
-                exchange::serve(self, endpoint, request, responder).await;
+        let logged = self.access.as_ref().map(|sink| access::Opened::of(sink, &request));
+        let response = match self.admitted(&request) {
+            Ok(endpoint) if endpoint.goes_to_a_worker() => {
+                return match logged {
+                    None => exchange::serve(self, endpoint, request, responder).await,
+                    Some(line) => line.closed_by(exchange::serve(self, endpoint, request, responder)).await,
+                };
             }
-            Endpoint::CountTokens => Box::pin(count::of_messages(self, request, responder)).await,
-            Endpoint::InputTokens => Box::pin(count::of_responses(self, request, responder)).await,
-            endpoint => {
-                let response = Box::pin(self.local(endpoint, &request)).await;
-                // The client may be gone; there is nobody left to tell.
-                let _ = responder.send(response).await;
-            }
+            Ok(endpoint) => Box::pin(self.local(endpoint, request)).await,
+            Err(refusal) => refusal,
+        };
+        let answered = async {
+            answer(response, responder).await;
+        };
+        match logged {
+            None => answered.await,
+            Some(line) => line.closed_by(answered).await,
         }
     }
 
     fn reject(&self, rejection: &Rejection) -> Response {
+        if let Some(sink) = &self.access {
+            sink.rejected(rejection);
+        }
         api::from_rejection(rejection)
     }
+}
+
+impl RouterService {
+    /// What the request asks for, if it may; else the answer that says so.
+    fn admitted(&self, request: &Request) -> Result<Endpoint, Response> {
+        let mut endpoint = api::endpoint(&request.method, &request.target);
+        if !self.surface.answers(&endpoint) {
+            endpoint = Endpoint::Unknown;
+        }
+        // Probes and scrapers carry no keys, and are told nothing but numbers; the dashboard's page holds no data.
+        let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics | Endpoint::Dashboard);
+        if !is_open && !self.live().client_keys.admit(&request.head) {
+            self.shared.metrics.refused_key();
+            return Err(Dialect::of(&endpoint).refusal(ApiError::WrongKey));
+        }
+        Ok(endpoint)
+    }
+}
+
+/// An answer of the router's own. Tells whether it went out: the client may be gone, and there is nobody left to tell.
+pub(super) async fn answer(response: Response, responder: &mut Responder) -> bool {
+    let (status, bytes) = (response.status, response.body.len());
+    let is_sent = responder.send(response).await.is_ok();
+    if is_sent {
+        access::note(|line| {
+            line.status = Some(status);
+            line.body_bytes_out = bytes as u64;
+            line.ended = if status.is_success() { Ended::Complete } else { Ended::Refused };
+        });
+    }
+    is_sent
 }
 
 /// A text answer of the metrics page.

@@ -4,11 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use infera_shards::{Completion, Response};
 
+use super::access::{self, AccessQueues};
 use super::live::LiveCell;
 use super::metrics::RequestMetrics;
 use super::silence::SilenceLimits;
+use super::stages::Stage;
 use super::steering::Steering;
 use crate::index::SharedView;
 use crate::load::LedgerSink;
@@ -37,10 +40,10 @@ pub struct InflightCaps {
 /// Settings of requests that a prefill and a decode worker share.
 #[derive(Clone, Debug)]
 pub struct DisaggregationSettings {
-    /// `--kv-prefill-overlap-weight`.
-    pub prefill_overlap_weight: f64,
-    /// `--kv-decode-overlap-weight`.
-    pub decode_overlap_weight: f64,
+    /// `--kv-prefill-overlap-weight`, else the global one.
+    pub prefill_overlap_weight: Option<f64>,
+    /// `--kv-decode-overlap-weight`, else the global one.
+    pub decode_overlap_weight: Option<f64>,
     pub prefill_release: PrefillRelease,
     /// How long a prefill answer may go on after decode has ended; `None` for ever.
     pub prefill_drain_timeout: Option<Duration>,
@@ -88,6 +91,14 @@ pub enum ControlAsk {
     Metrics,
     /// Blocks mirrored for a worker, or for one of its ranks.
     CacheView { worker_id: String, rank: Option<u32> },
+    /// The settings in force.
+    Config,
+    /// The log's filter; a new one first, where it is given.
+    LogLevel { filter: Option<Bytes> },
+    /// The fleet and its figures of the last minutes, for the dashboard.
+    Overview,
+    /// The dashboard's page.
+    Dashboard,
 }
 
 /// The slow side as the request path sees it.
@@ -108,6 +119,8 @@ pub struct Shared {
     pub metrics: Arc<RequestMetrics>,
     pub steering: Arc<Steering>,
     pub control: Arc<dyn ControlPlane>,
+    /// Absent without an access log.
+    pub access: Option<Arc<AccessQueues>>,
     pub lifecycle: Arc<Lifecycle>,
     /// Zero of the monotonic nanoseconds that picks are stamped with.
     pub epoch: Instant,
@@ -128,8 +141,23 @@ impl Shared {
         }
     }
 
-    pub fn now_ns(&self) -> u64 {
-        self.epoch.elapsed().as_nanos() as u64
+    /// A stage of the request at hand took so long on this shard.
+    pub(super) fn took(&self, shard: usize, stage: Stage, took: Duration) {
+        if let Some(stages) = self.metrics.stages.of_shard(shard) {
+            stages.observe(stage, took);
+        }
+        access::note(|line| line.stages[stage as usize] += took);
+    }
+
+    /// An attempt is repeated on another worker.
+    pub(super) fn retried(&self, reason: &'static str) {
+        self.metrics.retried(reason);
+        access::note(|line| line.retries += 1);
+    }
+
+    /// A moment as picks are stamped with it.
+    pub fn ns_at(&self, moment: Instant) -> u64 {
+        moment.duration_since(self.epoch).as_nanos() as u64
     }
 
     /// The same clock as the circuit breaker has it.

@@ -13,7 +13,7 @@ use crate::decode_demand::{DecodeDemand, DemandMetrics, Mode};
 use crate::fleet::RecordId;
 use crate::limits;
 use crate::route::affinity::{ClockSeconds, Lease, NoSession, SessionAffinity, SessionKey, SessionTable, session_name};
-use crate::route::{ImageTable, PickCounter, RecentLoad};
+use crate::route::{ImageTable, LoadTerm, PickCounter, RecentLoad};
 use crate::worker::Role;
 
 /// Fixed for the life of the process.
@@ -33,6 +33,8 @@ pub struct SteeringSettings {
     pub sessions_max: usize,
     /// `--kv-recent-load`.
     pub recent_load: RecentLoad,
+    /// `--kv-load`.
+    pub load_term: LoadTerm,
 }
 
 pub struct Steering {
@@ -42,6 +44,7 @@ pub struct Steering {
     pub sessions: Option<Sessions>,
     pub images: ImageTable,
     pub recent_load: RecentLoad,
+    pub load_term: LoadTerm,
     pub picks: PickCounter,
 }
 
@@ -61,6 +64,7 @@ impl Steering {
             sessions,
             images: ImageTable::default(),
             recent_load: settings.recent_load,
+            load_term: settings.load_term,
             picks: PickCounter::default(),
         })
     }
@@ -104,16 +108,18 @@ impl Sessions {
         Ok(Self { headers: settings.session_headers.clone(), secret, tables, ignored })
     }
 
-    /// The session that a request belongs to. A header that cannot be used is counted, never refused.
-    pub fn name_of(&self, head: &Head) -> Option<SessionName> {
+    /// The session that a request belongs to, or why it has none.
+    pub fn read(&self, head: &Head) -> Result<SessionName, NoSession> {
         let values = self.headers.iter().flat_map(|name| head.get_all(name));
-        let reason = match session_name(values) {
-            Ok(name) => return Some(SessionName(xxh3_128_with_seed(name, self.secret))),
+        session_name(values).map(|name| SessionName(xxh3_128_with_seed(name, self.secret)))
+    }
+
+    /// The same. A header that cannot be used is counted, never refused.
+    pub fn name_of(&self, head: &Head) -> Option<SessionName> {
+        let reason = match self.read(head) {
+            Ok(name) => return Some(name),
             Err(NoSession::Absent) => return None,
-            Err(NoSession::Empty) => "empty",
-            Err(NoSession::TooLong) => "too_long",
-            Err(NoSession::NotAscii) => "not_ascii",
-            Err(NoSession::Ambiguous) => "ambiguous",
+            Err(refused) => refused.as_str(),
         };
         self.ignored.with_label_values(&[reason]).inc();
         None
@@ -139,6 +145,11 @@ pub struct Turn<'a> {
 }
 
 impl Turn<'_> {
+    /// See [`SessionTable::peek`].
+    pub fn peek(&self, may_serve: impl Fn(RecordId) -> bool) -> Option<RecordId> {
+        self.table.peek(self.key, may_serve)
+    }
+
     /// See [`SessionTable::follow`].
     pub fn follow(&self, may_serve: impl Fn(RecordId) -> bool) -> Option<Lease> {
         self.table.follow(self.key, may_serve)
@@ -160,6 +171,7 @@ impl Default for SteeringSettings {
             session_ttl_s: 3600,
             sessions_max: limits::SESSIONS_MAX,
             recent_load: RecentLoad::default(),
+            load_term: LoadTerm::default(),
         }
     }
 }

@@ -15,6 +15,7 @@ use super::pick::Picked;
 use super::shared::Shared;
 use crate::breaker::Change;
 use crate::fleet::Worker;
+use crate::load::QueuedBlocks;
 
 /// How an answer of a worker counts before its body is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +66,16 @@ impl Picked {
         if let Some(session) = &self.session {
             session.served();
         }
+    }
+
+    /// The worker has computed the prompt: it waits for it no longer.
+    pub fn prompt_done(&self) {
+        drop(self.take_queued());
+    }
+
+    /// For whoever sees that moment.
+    pub fn take_queued(&self) -> Option<QueuedBlocks> {
+        self.booking.as_ref()?.take_queued()
     }
 
     /// The worker has answered the request to its end: its events may show the prompt from now on.

@@ -10,7 +10,15 @@ use super::*;
 
 fn candidate(target: u32, request_blocks: u32, cache_hits: u32, active_blocks: u64) -> Candidate {
     let block_tokens = 16;
-    Candidate { target, request_blocks, cache_hits, active_blocks, recent_blocks: 0.0, picked_at_ns: 0, block_tokens }
+    Candidate {
+        target,
+        request_blocks,
+        cache_hits,
+        active_blocks,
+        load_blocks: active_blocks as f64,
+        picked_at_ns: 0,
+        block_tokens,
+    }
 }
 
 /// A worker that is stuck on heavy unique prompts has a small tree. A policy that sends misses to the smallest tree

@@ -1,7 +1,7 @@
-//! The cost of a target: `overlap_weight × (request_blocks − cache_hits) + active_blocks`, lowest wins.
+//! The cost of a target: `overlap_weight × (request_blocks − cache_hits) + load`, lowest wins.
 //!
 //! The first term is the prefill that the target would have to compute, the second the load that is
-//! already on it. Raising a target's load never makes it more likely, more cache never less.
+//! already on it (`super::LoadTerm`; in the plain formula its active blocks). Raising a target's load never makes it more likely, more cache never less.
 
 /// What is known of one target when a request is picked for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -12,10 +12,10 @@ pub struct Candidate {
     pub request_blocks: u32,
     /// Leading blocks of the prompt that the target holds; at most `request_blocks`.
     pub cache_hits: u32,
-    /// Distinct blocks of prompts in flight on the target.
+    /// Distinct blocks of prompts in flight on the target, for the pick line.
     pub active_blocks: u64,
-    /// Blocks that it missed lately, decayed; 0 where recent load has no part in the cost.
-    pub recent_blocks: f64,
+    /// The load term: what the target has to do, by `LoadTerm`, and what came lately where that has a part in the cost.
+    pub load_blocks: f64,
     /// When it was last picked, nanoseconds on a monotonic clock.
     pub picked_at_ns: u64,
     /// Tokens per block; brings the costs of targets with different block sizes to one unit.
@@ -32,38 +32,58 @@ pub struct Choice {
     pub cost: f64,
 }
 
-/// Cost in blocks of the target's own size. A weight of 0 drops the cache term.
-pub fn cost(overlap_weight: f64, candidate: &Candidate) -> f64 {
-    let missing_blocks = candidate.request_blocks.saturating_sub(candidate.cache_hits);
-    overlap_weight * f64::from(missing_blocks) + candidate.load()
+/// What the cost of one candidate is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Terms {
+    /// Missing blocks times the overlap weight.
+    pub prefill: f64,
+    /// The load term, blocks.
+    pub load: f64,
+    /// Units per block: 1 but for targets with larger blocks than another candidate's.
+    pub scale: f64,
 }
 
-impl Candidate {
-    /// The load term: what is in flight and what came lately.
-    pub fn load(&self) -> f64 {
-        self.active_blocks as f64 + self.recent_blocks
-    }
-}
-
-/// Lowest cost; ties go to fewer active blocks, then to the least recently picked, then to the order of
-/// the candidates. Nothing if there are none.
-pub fn pick(overlap_weight: f64, candidates: &[Candidate]) -> Option<Choice> {
-    let unit_tokens = candidates.iter().map(|candidate| candidate.block_tokens).filter(|tokens| *tokens > 0).min();
-    let in_units = |candidate: &Candidate| {
+impl Terms {
+    /// A weight of 0 drops the cache term.
+    fn of(overlap_weight: f64, candidate: &Candidate, unit_tokens: Option<u32>) -> Self {
+        let missing_blocks = candidate.request_blocks.saturating_sub(candidate.cache_hits);
         let scale = match unit_tokens {
             Some(unit) if candidate.block_tokens > unit => f64::from(candidate.block_tokens) / f64::from(unit),
             _ => 1.0,
         };
-        cost(overlap_weight, candidate) * scale
-    };
+        Self { prefill: overlap_weight * f64::from(missing_blocks), load: candidate.load_blocks, scale }
+    }
+
+    /// What the candidates are compared by.
+    pub fn cost(&self) -> f64 {
+        (self.prefill + self.load) * self.scale
+    }
+}
+
+/// Cost in blocks of the target's own size. A weight of 0 drops the cache term.
+pub fn cost(overlap_weight: f64, candidate: &Candidate) -> f64 {
+    Terms::of(overlap_weight, candidate, None).cost()
+}
+
+/// Lowest cost; ties go to less load, then to the least recently picked, then to the order of
+/// the candidates. Nothing if there are none.
+pub fn pick(overlap_weight: f64, candidates: &[Candidate]) -> Option<Choice> {
+    pick_noted(overlap_weight, candidates, |_| ())
+}
+
+/// The same; `noted` hears the terms of each candidate, in order.
+pub fn pick_noted(overlap_weight: f64, candidates: &[Candidate], mut noted: impl FnMut(&Terms)) -> Option<Choice> {
+    let unit_tokens = candidates.iter().map(|candidate| candidate.block_tokens).filter(|tokens| *tokens > 0).min();
     let mut best: Option<(f64, &Candidate)> = None;
     for candidate in candidates {
-        let candidate_cost = in_units(candidate);
+        let terms = Terms::of(overlap_weight, candidate, unit_tokens);
+        noted(&terms);
+        let candidate_cost = terms.cost();
         let better = match best {
             None => true,
             Some((best_cost, holder)) => candidate_cost
                 .total_cmp(&best_cost)
-                .then(candidate.load().total_cmp(&holder.load()))
+                .then(candidate.load_blocks.total_cmp(&holder.load_blocks))
                 .then(candidate.picked_at_ns.cmp(&holder.picked_at_ns))
                 .is_lt(),
         };
@@ -91,7 +111,7 @@ mod tests {
             request_blocks: 10,
             cache_hits,
             active_blocks,
-            recent_blocks: 0.0,
+            load_blocks: active_blocks as f64,
             picked_at_ns: 0,
             block_tokens,
         }
@@ -115,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn ties_go_to_fewer_active_blocks_then_to_the_least_recently_picked_then_to_order() {
+    fn ties_go_to_less_load_then_to_the_least_recently_picked_then_to_order() {
         check(1.0, &[candidate(0, 5, 5), candidate(1, 3, 3)], 1);
         let recent = Candidate { picked_at_ns: 9, ..candidate(0, 5, 5) };
         let older = Candidate { picked_at_ns: 3, ..candidate(1, 5, 5) };
@@ -131,11 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn recent_misses_weigh_as_load() {
+    fn only_the_load_term_weighs_as_load() {
         let holder = candidate(0, 8, 0);
-        check(1.0, &[holder, candidate(1, 0, 0)], 0);
-        check(1.0, &[Candidate { recent_blocks: 8.5, ..holder }, candidate(1, 0, 0)], 1);
-        check(1.0, &[Candidate { recent_blocks: 0.5, ..candidate(0, 5, 5) }, candidate(1, 5, 5)], 1);
+        check(1.0, &[Candidate { active_blocks: 90, ..holder }, candidate(1, 0, 0)], 0);
+        check(1.0, &[Candidate { load_blocks: 8.5, ..holder }, candidate(1, 0, 0)], 1);
+        check(1.0, &[Candidate { load_blocks: 5.5, ..candidate(0, 5, 5) }, candidate(1, 5, 5)], 1);
     }
 
     #[test]
@@ -161,7 +181,7 @@ mod tests {
     #[test]
     fn prefix_trees_of_small_workers_attract_nothing_on_a_miss() {
         // w0 has never cached anything and is busy; w1 holds thousands of unrelated blocks and idles.
-        let busy = Candidate { active_blocks: 300, ..candidate(0, 0, 0) };
+        let busy = candidate(0, 0, 300);
         check(1.0, &[busy, candidate(1, 0, 0)], 1);
     }
 }

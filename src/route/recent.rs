@@ -18,11 +18,11 @@ const DECAY_PER_PICK: f32 = 0.97;
 /// Below this a charge is forgotten. Source: as above.
 const FORGOTTEN_BLOCKS: f32 = 0.001;
 
-/// What `--kv-recent-load idle` takes of the recent load. A target that has just computed a whole prompt is left
+/// What a block missed lately weighs of a missing one with `--kv-recent-load idle`. A target that has just computed a whole prompt is left
 /// again for another that would have to compute all of it only when the overlap is below about this share, so a
 /// prefix is still found where it was computed; and on the trace it was measured with, no larger weight had a
-/// higher hit rate (`bench/src/bin/recent_load.rs`).
-const IDLE_WEIGHT: f64 = 0.1;
+/// higher hit rate (`bench --bin simulate -- --sequential`).
+const IDLE_SHARE: f64 = 0.1;
 
 /// `--kv-recent-load`: what part recent load has in the cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,10 +37,11 @@ pub enum RecentLoad {
 }
 
 impl RecentLoad {
-    pub const fn weight(self, is_idle: bool) -> f64 {
+    /// Weight of a block that was missed lately, where a missing one weighs `overlap_weight`.
+    pub const fn weight(self, is_idle: bool, overlap_weight: f64) -> f64 {
         match (self, is_idle) {
             (RecentLoad::Off, _) | (RecentLoad::Idle, false) => 0.0,
-            (RecentLoad::Idle, true) => IDLE_WEIGHT,
+            (RecentLoad::Idle, true) => IDLE_SHARE * overlap_weight,
             (RecentLoad::On, _) => 1.0,
         }
     }
@@ -136,8 +137,11 @@ mod tests {
     fn an_idle_fleet_still_finds_a_prefix_where_it_was_computed() {
         let (picks, load) = (PickCounter::default(), TargetLoad::default());
         charge(&load, &picks, 100, 0);
-        let penalty = |mode: RecentLoad, is_idle| mode.weight(is_idle) * recent_blocks(&load, picks.current());
+        let weighed =
+            |mode: RecentLoad, is_idle, weight| mode.weight(is_idle, weight) * recent_blocks(&load, picks.current());
+        let penalty = |mode, is_idle| weighed(mode, is_idle, 1.0);
         assert!(penalty(RecentLoad::Idle, true) < 10.0);
+        assert!((weighed(RecentLoad::Idle, true, 12.0) - 12.0 * penalty(RecentLoad::Idle, true)).abs() < 1e-9);
         assert_eq!((penalty(RecentLoad::Idle, false), penalty(RecentLoad::Off, true)), (0.0, 0.0));
         assert!(penalty(RecentLoad::On, false) > 90.0);
     }

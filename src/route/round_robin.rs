@@ -19,6 +19,12 @@ impl RoundRobin {
         Self { first: shard, next: HashMap::new() }
     }
 
+    /// What [`RoundRobin::pick`] would give now.
+    pub fn peek(&self, model: &Name, role: Role, candidates: &[u32]) -> Option<u32> {
+        let next = self.next.get(model).map_or(self.first, |next| next[role as usize]);
+        (!candidates.is_empty()).then(|| candidates[next % candidates.len()])
+    }
+
     /// The next of `candidates` (indexes of targets, stable order); nothing if there are none.
     pub fn pick(&mut self, model: &Name, role: Role, candidates: &[u32]) -> Option<u32> {
         if candidates.is_empty() {
@@ -48,11 +54,17 @@ mod tests {
     fn rotations_are_per_model_and_role_and_start_at_the_shard() {
         let (a, b): (Name, Name) = ("a".into(), "b".into());
         let mut rotation = RoundRobin::new(1);
-        let picked: Vec<_> = (0..4).filter_map(|_| rotation.pick(&a, Role::Mixed, &[7, 8, 9])).collect();
+        let mut seen_and_picked = || {
+            let peeked = rotation.peek(&a, Role::Mixed, &[7, 8, 9]);
+            let picked = rotation.pick(&a, Role::Mixed, &[7, 8, 9]);
+            assert_eq!(peeked, picked);
+            picked
+        };
+        let picked: Vec<_> = (0..4).filter_map(|_| seen_and_picked()).collect();
         assert_eq!(picked, [8, 9, 7, 8]);
         assert_eq!(rotation.pick(&b, Role::Mixed, &[7, 8, 9]), Some(8));
         assert_eq!(rotation.pick(&a, Role::Prefill, &[7, 8, 9]), Some(8));
-        assert_eq!(rotation.pick(&a, Role::Mixed, &[]), None);
+        assert_eq!((rotation.peek(&a, Role::Mixed, &[]), rotation.pick(&a, Role::Mixed, &[])), (None, None));
         rotation.retain(|model| *model == b);
         assert_eq!(rotation.next.len(), 1);
     }

@@ -60,7 +60,6 @@ fn bad_values_name_their_member() {
         ("worker_id", json!("a\nb"), "control characters"),
         ("worker_id", json!("h:1#dp0"), "#dp"),
         ("url", json!("h:1"), "`url`"),
-        ("url", json!("https://h:1"), "TLS to workers is not built"),
         ("model_name", json!(["m"]), "`model_name` is an array"),
         ("disagg_mode", json!("Prefill"), "`disagg_mode`: `Prefill` is not one of"),
         ("kv_block_size", json!("16"), "`kv_block_size` is a string, expected an integer"),
@@ -140,6 +139,8 @@ fn urls_are_taken_apart_once() {
         ("http://h:8000/engines/a", "h", 8000, "h:8000", "/engines/a"),
         ("http://h:8000/engines/a/", "h", 8000, "h:8000", "/engines/a"),
         (" http://h:8000 ", "h", 8000, "h:8000", ""),
+        ("https://h", "h", 443, "h:443", ""),
+        ("HTTPS://[::1]:8443/p/", "::1", 8443, "[::1]:8443", "/p"),
     ] {
         let url = WorkerUrl::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
         assert_eq!(
@@ -148,6 +149,7 @@ fn urls_are_taken_apart_once() {
             "{text}"
         );
     }
+    assert_eq!(WorkerUrl::parse("https://h/p").unwrap().join("/v1/models"), "https://h:443/p/v1/models");
     assert_eq!(WorkerUrl::parse("http://[::1]:9/").unwrap().join("/v1/models"), "http://[::1]:9/v1/models");
     assert_eq!(WorkerUrl::parse("http://h:9/p/").unwrap().join("/v1/models"), "http://h:9/p/v1/models");
     assert_eq!(WorkerUrl::parse("http://[::1]:9").unwrap().literal_address(), "[::1]:9".parse().ok());
@@ -160,7 +162,6 @@ fn b41_urls_that_would_connect_elsewhere_are_refused() {
         ("http://10.0.0.5:8000@1", "user name"),
         ("http://user:secret@h:8000", "user name"),
         ("http://@h:8000", "user name"),
-        ("https://h:8000", "TLS to workers is not built"),
         ("tcp://h:8000", "scheme `tcp`"),
         ("10.0.0.5:8000", "write http://HOST:PORT"),
         ("localhost:8000", "no scheme"),

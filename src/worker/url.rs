@@ -9,9 +9,7 @@ use url::{Host, Url};
 pub enum UrlError {
     #[error("`{0}` is not a URL ({1}); write http://HOST:PORT")]
     Malformed(String, String),
-    #[error("`{0}`: TLS to workers is not built; use http://")]
-    Tls(String),
-    #[error("`{0}`: scheme `{1}` is not supported; use http://")]
+    #[error("`{0}`: scheme `{1}` is not supported; use http:// or https://")]
     Scheme(String, String),
     // Without the part in front of the `@`: it may be a password.
     #[error(
@@ -29,9 +27,11 @@ pub enum UrlError {
 /// A worker's base URL: where to connect, and what to write into the request head.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerUrl {
+    /// `https`: requests go over TLS, and the certificate must be for `host`.
+    pub is_tls: bool,
     /// Name or address, IPv6 without brackets; lowercase.
     pub host: String,
-    /// 80 when the URL names none.
+    /// 80, or 443 with TLS, when the URL names none.
     pub port: u16,
     /// `host:port`, IPv6 in brackets: the `Host` header, and the default worker id.
     pub authority: String,
@@ -40,20 +40,20 @@ pub struct WorkerUrl {
 }
 
 impl WorkerUrl {
-    /// Parses `http://host[:port][/prefix]`. Two spellings of one URL (case, trailing slash, default port) are
+    /// Parses `http[s]://host[:port][/prefix]`. Two spellings of one URL (case, trailing slash, default port) are
     /// equal afterwards.
     pub fn parse(text: &str) -> Result<Self, UrlError> {
         let trimmed = text.trim();
         let url = Url::parse(trimmed).map_err(|error| UrlError::Malformed(text.to_owned(), error.to_string()))?;
-        match url.scheme() {
-            "http" => {}
-            "https" => return Err(UrlError::Tls(text.to_owned())),
+        let is_tls = match url.scheme() {
+            "http" => false,
+            "https" => true,
             // `host:port` without a scheme parses as scheme `host`; say what is missing instead.
             _ if !trimmed.contains("://") => {
                 return Err(UrlError::Malformed(text.to_owned(), "no scheme".to_owned()));
             }
             other => return Err(UrlError::Scheme(text.to_owned(), other.to_owned())),
-        }
+        };
         // The parser drops an empty `@`; the field's accident is `host:port@rank`, so look at the text as well.
         let authority_text = trimmed.split("://").nth(1).unwrap_or("").split(['/', '?', '#']).next().unwrap_or("");
         if !url.username().is_empty() || url.password().is_some() || authority_text.contains('@') {
@@ -72,7 +72,7 @@ impl WorkerUrl {
         let port = url.port_or_known_default().filter(|port| *port != 0);
         let Some(port) = port else { return Err(UrlError::NoHost(text.to_owned())) };
         let base_path = url.path().trim_end_matches('/').to_owned();
-        Ok(WorkerUrl { host, port, authority: format!("{bracketed}:{port}"), base_path })
+        Ok(WorkerUrl { is_tls, host, port, authority: format!("{bracketed}:{port}"), base_path })
     }
 
     /// The address when the host is a literal one; a name needs the resolver.
@@ -82,7 +82,8 @@ impl WorkerUrl {
 
     /// Absolute URL of `path` (which starts with `/`) on this worker.
     pub fn join(&self, path: &str) -> String {
-        format!("http://{}{}{}", self.authority, self.base_path, path)
+        let scheme = if self.is_tls { "https" } else { "http" };
+        format!("{scheme}://{}{}{}", self.authority, self.base_path, path)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Routing by KV events, with simulated engines that store, evict and announce blocks of their own.
 
 use loadgen::engine::events::EngineStyle;
+use loadgen::engine::faults::Faults;
 use loadgen::engine::{Engine, EngineConfig, EngineHandle};
 use serde_json::{Value, json};
 
@@ -10,17 +11,17 @@ use crate::support::router::{Router, Start, router};
 use crate::support::wait_until;
 
 /// Directory with the tokenizer that the simulated engines run.
-fn tokenizer() -> tempfile::TempDir {
+pub fn tokenizer() -> tempfile::TempDir {
     let directory = tempfile::tempdir().unwrap();
     loadgen::prompt::write_shipped_tokenizer(directory.path()).unwrap();
     directory
 }
 
-fn engine(style: EngineStyle, blocks_total: usize) -> EngineHandle {
+pub fn engine(style: EngineStyle, blocks_total: usize) -> EngineHandle {
     Engine::start(EngineConfig { style, blocks_total, ..EngineConfig::default() }).unwrap()
 }
 
-trait WithEngine {
+pub trait WithEngine {
     fn engine(self, engine: &EngineHandle) -> Self;
 }
 
@@ -30,11 +31,11 @@ impl WithEngine for Start {
     }
 }
 
-fn chat(text: &str) -> String {
+pub fn chat(text: &str) -> String {
     json!({"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}).to_string()
 }
 
-fn long_prefix(topic: &str) -> String {
+pub fn long_prefix(topic: &str) -> String {
     format!("{topic}: {}", "the fleet keeps its prefix blocks warm and the router knows where. ".repeat(60))
 }
 
@@ -47,7 +48,7 @@ fn block_count(router: &Router, engine: &EngineHandle) -> u64 {
 }
 
 /// The mirror shows what the engines hold.
-fn wait_for_mirror(router: &Router, engines: &[EngineHandle]) {
+pub fn wait_for_mirror(router: &Router, engines: &[EngineHandle]) {
     for engine in engines {
         assert!(engine.wait_until(PATIENCE, |state| state.is_idle()), "the engine rests");
         wait_until("the mirror equals the engine's pool", || {
@@ -57,7 +58,7 @@ fn wait_for_mirror(router: &Router, engines: &[EngineHandle]) {
 }
 
 /// Waits until the router hears the engines' events: a subscriber that joins late misses what came before.
-fn wait_for_feeds(router: &Router, engines: usize) {
+pub fn wait_for_feeds(router: &Router, engines: usize) {
     wait_until("every event feed is connected", || {
         router.metric_sum("infera_router_kv_events_connected") == engines as f64
     });
@@ -105,6 +106,33 @@ fn the_second_request_with_a_long_prefix_goes_where_the_prefix_is_and_stores_not
         ]);
         router.wait_for_rest();
     }
+}
+
+/// A prompt is in its worker's queue from the pick to the first byte of the answer, and not until its end.
+#[test]
+fn a_prompt_leaves_the_queue_when_its_answer_begins() {
+    let tokenizer = tokenizer();
+    let engine = engine(EngineStyle::Vllm, 4096);
+    let router =
+        router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, 1);
+    engine.set_faults(Faults { stall: true, ..Faults::default() });
+    let body = json!({
+        "model": "demo", "stream": true, "max_tokens": 2000, "ignore_eos": true,
+        "messages": [{"role": "user", "content": long_prefix("queue")}],
+    });
+    let mut client = Connection::open(router.address);
+    client.send(&client::request("POST", "/v1/chat/completions", "", body.to_string().as_bytes()));
+    wait_until("the prompt waits", || router.metric_sum("infera_router_queued_blocks") > 10.0);
+    let waiting = router.metric_sum("infera_router_queued_blocks");
+    assert_eq!(waiting, router.metric_sum("infera_router_active_blocks"), "nothing of it is cached");
+    engine.set_faults(Faults::default());
+    assert_eq!(client.head().unwrap().0, 200);
+    assert!(client.chunk().unwrap().is_some());
+    wait_until("the prompt is computed", || router.metric_sum("infera_router_queued_blocks") == 0.0);
+    assert_eq!(router.metric_sum("infera_router_inflight_requests"), 1.0, "the answer goes on");
+    drop(client);
+    router.wait_for_rest();
 }
 
 /// One model on workers with blocks of 16 and of 64 tokens: each prompt is hashed in both sizes, and a repeat goes where it was.

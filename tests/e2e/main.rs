@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
+#[path = "../support/certificates.rs"]
+mod certificates;
 #[path = "../support/etcd.rs"]
 mod etcd;
 #[path = "../kv_publisher/mod.rs"]
@@ -20,6 +22,7 @@ mod exposition;
 mod failures;
 mod forwarding;
 mod images;
+mod insight;
 mod keys;
 mod kv_aware;
 mod leaving;
@@ -35,3 +38,4 @@ mod runbook;
 mod self_heal;
 mod silence;
 mod surface;
+mod tls;

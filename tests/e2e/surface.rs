@@ -144,7 +144,6 @@ fn command_lines_that_cannot_work_are_refused_with_every_reason() {
     let said = String::from_utf8_lossy(&unknown.stderr).into_owned();
     assert!(!unknown.status.success() && said.contains("best") && said.contains("kv-aware"), "{said}");
     refused(&["--no-such-flag"], &["--no-such-flag"]);
-    refused(&["--worker", "https://h:1,model=m"], &["TLS"]);
     refused(&["--worker", "http://h:1,modle=m"], &["modle"]);
     refused(&["--discovery-backend", "kubernetes"], &["kubernetes", "etcd"]);
     refused(

@@ -8,6 +8,7 @@ for group in "$@"; do
   case "$group" in
     build) need[cc]=gcc; need[g++]=g++; need[protoc]=protobuf-compiler; need[/usr/include/google/protobuf/descriptor.proto]=libprotobuf-dev ;;
     test) need[etcd]=etcd-server; need[npm]=npm; need[python3]=python3; need[curl]=curl; need[systemd-analyze]=systemd
+      need[chromium-headless-shell]=chromium-headless-shell
       need[dpkg-shlibdeps]=dpkg-dev; need[fakeroot]=fakeroot; need[man]=man-db ;;
     bench) need[nginx]=nginx-light; need[haproxy]=haproxy ;;
     *) echo "unknown group: $group" >&2; exit 2 ;;

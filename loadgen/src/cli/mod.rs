@@ -3,6 +3,7 @@
 mod decode_spread;
 mod demo;
 mod engine;
+mod fleet;
 mod run;
 
 use std::process::ExitCode;
@@ -25,6 +26,8 @@ enum Command {
     DecodeSpread(decode_spread::SpreadArguments),
     /// Run simulated engines until interrupted.
     Engine(engine::EngineArguments),
+    /// Run engines of several kinds, with failures by schedule, until interrupted.
+    Fleet(fleet::FleetArguments),
     /// Send a workload to a router or an engine and report latencies.
     Run(run::RunArguments),
 }
@@ -36,6 +39,7 @@ pub fn main() -> ExitCode {
         Command::Demo(arguments) => demo::run(arguments),
         Command::DecodeSpread(arguments) => decode_spread::run(arguments),
         Command::Engine(arguments) => engine::run(arguments),
+        Command::Fleet(arguments) => fleet::run(arguments),
         Command::Run(arguments) => run::run(arguments),
     };
     match outcome {

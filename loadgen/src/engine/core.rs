@@ -36,6 +36,7 @@ const CATCH_UP_MAX: Duration = Duration::from_millis(5);
 /// What handles ask of an engine.
 pub(crate) enum Command {
     ResidentHashes(usize, Sender<Vec<WireHash>>),
+    Faults(Sender<Faults>),
     SetFaults(Faults, Sender<()>),
     ClearCache(Sender<bool>),
     Subscribed(Sender<bool>),
@@ -215,6 +216,9 @@ impl Engine {
                     .collect();
                 hashes.sort();
                 let _ = reply.send(hashes);
+            }
+            Command::Faults(reply) => {
+                let _ = reply.send(self.faults.borrow().clone());
             }
             Command::SetFaults(faults, reply) => {
                 self.set_faults(faults);

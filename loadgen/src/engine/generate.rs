@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use super::api::{Closed, Connection};
+use super::content::Spelled;
 use super::core::{Engine, Progress};
 use super::disagg::{self, DecodeOutcome, HeldKv, Plan};
 use super::messages;
@@ -336,14 +337,10 @@ fn start<'a>(engine: &'a Engine, job: &Job, received: bool) -> Running<'a> {
             let answer = engine.text.answer(prompt, sample as u32, job.count);
             let choice = running.answers.len();
             let abort_name = abort_names.get(choice).cloned();
-            let tokens = answer.iter().map(|(token, _)| *token).collect();
-            let salt = job.salt.clone();
-            let id = engine.submit(rank, &running.queue, choice, abort_name, received, |id| NewSequence {
-                id,
-                prompt: prompt.clone(),
-                answer: tokens,
-                salt,
-            });
+            let tokens: Vec<u32> = answer.iter().map(|(token, _)| *token).collect();
+            let content = Spelled::new(prompt.clone(), &tokens, job.salt.clone());
+            let id =
+                engine.submit(rank, &running.queue, choice, abort_name, received, |id| NewSequence { id, content });
             running.ids.push(id);
             running.answers.push(answer.into_iter().map(|(token, text)| (token, text.to_string())).collect());
         }

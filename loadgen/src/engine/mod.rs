@@ -5,6 +5,7 @@
 //! timing model is described in [`scheduler`], its cache rules in [`pool`], its event spelling in [`events`].
 
 mod api;
+pub mod content;
 mod core;
 pub mod disagg;
 pub mod events;
@@ -297,6 +298,13 @@ impl EngineHandle {
     pub fn resident_hashes(&self, rank: usize) -> Vec<WireHash> {
         let (reply, answer) = std::sync::mpsc::channel();
         self.send(Command::ResidentHashes(rank, reply));
+        answer.recv().unwrap_or_default()
+    }
+
+    /// The faults in force, as they were set last.
+    pub fn faults(&self) -> Faults {
+        let (reply, answer) = std::sync::mpsc::channel();
+        self.send(Command::Faults(reply));
         answer.recv().unwrap_or_default()
     }
 

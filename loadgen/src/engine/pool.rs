@@ -4,6 +4,7 @@
 //! last block first, so leaves go before their parents.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 
 use super::hash::Digest;
 
@@ -12,28 +13,28 @@ pub type BlockId = u32;
 const NONE: BlockId = BlockId::MAX;
 
 #[derive(Clone, Debug)]
-struct Block {
+struct Block<N> {
     holders: u32,
-    digest: Option<Digest>,
+    digest: Option<N>,
     previous: BlockId,
     next: BlockId,
 }
 
 /// Fixed set of blocks with an intrusive free list, every operation in constant time per block.
 #[derive(Debug)]
-pub struct BlockPool {
-    blocks: Vec<Block>,
+pub struct BlockPool<N = Digest> {
+    blocks: Vec<Block<N>>,
     head: BlockId,
     tail: BlockId,
     free: usize,
     /// Physical copies per content; the first is the one that prefix hits share.
-    resident: HashMap<Digest, Vec<BlockId>>,
+    resident: HashMap<N, Vec<BlockId>>,
     /// vLLM keeps two physical copies when two requests compute the same block; SGLang's tree keeps one.
     keeps_copies: bool,
 }
 
-impl BlockPool {
-    pub fn new(blocks_total: usize, keeps_copies: bool) -> BlockPool {
+impl<N: Copy + Eq + Hash> BlockPool<N> {
+    pub fn new(blocks_total: usize, keeps_copies: bool) -> Self {
         assert!(blocks_total > 0 && blocks_total < NONE as usize, "a pool holds between 1 and 2^32 - 2 blocks");
         let mut pool = BlockPool {
             blocks: vec![Block { holders: 0, digest: None, previous: NONE, next: NONE }; blocks_total],
@@ -67,13 +68,18 @@ impl BlockPool {
     }
 
     /// The distinct contents, in no order.
-    pub fn resident_digests(&self) -> impl Iterator<Item = &Digest> {
+    pub fn resident_digests(&self) -> impl Iterator<Item = &N> {
         self.resident.keys()
     }
 
     /// The longest resident prefix of `digests`, one block each.
-    pub fn prefix(&self, digests: &[Digest]) -> Vec<BlockId> {
+    pub fn prefix(&self, digests: &[N]) -> Vec<BlockId> {
         digests.iter().map_while(|digest| self.resident.get(digest).map(|copies| copies[0])).collect()
+    }
+
+    /// Length of that prefix, blocks.
+    pub fn prefix_length(&self, digests: &[N]) -> usize {
+        digests.iter().take_while(|digest| self.resident.contains_key(*digest)).count()
     }
 
     /// How many of `blocks` would leave the free list if they were held.
@@ -93,7 +99,7 @@ impl BlockPool {
 
     /// Takes `count` blocks with one holder each, evicting the contents that have been free longest. `evicted` gets
     /// the content of each copy dropped, in order. Returns `None` and changes nothing if too few are free.
-    pub fn take(&mut self, count: usize, evicted: &mut Vec<Digest>) -> Option<Vec<BlockId>> {
+    pub fn take(&mut self, count: usize, evicted: &mut Vec<N>) -> Option<Vec<BlockId>> {
         if count > self.free {
             return None;
         }
@@ -114,7 +120,7 @@ impl BlockPool {
 
     /// Names the content of a held, so far nameless block. Returns whether a copy became resident: false when the
     /// content is resident already and this pool keeps one copy (the block then stays nameless).
-    pub fn name(&mut self, block: BlockId, digest: Digest) -> bool {
+    pub fn name(&mut self, block: BlockId, digest: N) -> bool {
         let slot = &mut self.blocks[block as usize];
         assert!(slot.holders > 0 && slot.digest.is_none(), "only a held block without content is named");
         let copies = self.resident.entry(digest).or_default();
@@ -148,7 +154,7 @@ impl BlockPool {
         true
     }
 
-    fn forget_copy(&mut self, digest: &Digest, block: BlockId) {
+    fn forget_copy(&mut self, digest: &N, block: BlockId) {
         let copies = self.resident.get_mut(digest).expect("a named block is listed under its content");
         copies.retain(|copy| *copy != block);
         if copies.is_empty() {

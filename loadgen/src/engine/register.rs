@@ -24,7 +24,7 @@ pub struct EtcdTarget {
     pub prefix: String,
 }
 
-/// Live registration; ends, with its lease revoked, when dropped.
+/// Live registration; ends, with its lease revoked, when dropped ([`Registration::abandon`]: without).
 pub struct Registration {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -46,6 +46,14 @@ impl Registration {
         let registration = Registration { stop: Some(stop), thread: Some(thread) };
         first.recv().context("the registration thread ended")??;
         Ok(registration)
+    }
+
+    /// Ends without taking anything back, as a process that is killed: the record goes when its lease has run out.
+    pub fn abandon(mut self) {
+        if let Some(stop) = self.stop.take() {
+            // An error means that the thread has ended already.
+            let _ = stop.send(());
+        }
     }
 }
 
@@ -73,7 +81,12 @@ async fn keep_registered(
     let _ = ready.send(Ok(()));
     loop {
         tokio::select! {
-            _ = &mut stopped => break,
+            told = &mut stopped => {
+                if told.is_ok() {
+                    return;
+                }
+                break;
+            }
             _ = tokio::time::sleep(KEEPALIVE_EVERY) => {}
         }
         while let Err(error) = session.keep_alive().await {

@@ -13,6 +13,9 @@
 //! Order within a step, as in vLLM's V1 scheduler: running sequences first in order of admission (one token each when
 //! decoding, the rest of the prompt when still in prefill), then waiting ones first come first served, all within
 //! `tokens_per_step_max`. A prompt's resident prefix blocks cost nothing, but its last token is always computed.
+//!
+//! What a sequence says is behind [`Content`]: an engine on the wire has token ids and SHA-256 names ([`Spelled`]), a
+//! simulation has names alone ([`crate::sim`]). The rules are the same code for both.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -20,6 +23,7 @@ use std::time::Duration;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
+use super::content::{Content, Spelled};
 use super::hash::{self, Digest};
 use super::pool::{BlockId, BlockPool};
 use crate::seed;
@@ -54,27 +58,24 @@ impl Default for Speed {
 
 /// What happened to cached contents, in order, to be told to subscribers.
 #[derive(Clone, Debug, PartialEq)]
-pub enum CacheEvent {
+pub enum CacheEvent<N = Digest> {
     /// Consecutive blocks became resident. `parent` precedes the first; `tokens` holds all blocks' tokens.
     Stored {
-        digests: Vec<Digest>,
-        parent: Option<Digest>,
+        digests: Vec<N>,
+        parent: Option<N>,
         tokens: Vec<u32>,
         salt: Option<String>,
     },
     /// One copy of each content was dropped.
-    Removed(Vec<Digest>),
+    Removed(Vec<N>),
     Cleared,
 }
 
-/// One prompt to continue by the given answer tokens.
+/// One prompt to continue by its answer.
 #[derive(Debug)]
-pub struct NewSequence {
+pub struct NewSequence<C = Spelled> {
     pub id: u64,
-    pub prompt: Vec<u32>,
-    /// At least one token.
-    pub answer: Vec<u32>,
-    pub salt: Option<String>,
+    pub content: C,
 }
 
 /// One generated token.
@@ -95,14 +96,12 @@ pub struct Step {
 }
 
 #[derive(Debug)]
-struct Sequence {
+struct Sequence<C: Content> {
     id: u64,
-    /// Prompt and what was generated so far.
-    tokens: Vec<u32>,
-    prompt_length: usize,
-    answer: Vec<u32>,
-    salt: Option<String>,
-    digests: Vec<Digest>,
+    content: C,
+    /// Tokens of the prompt and of what was generated so far.
+    length: usize,
+    digests: Vec<C::Name>,
     blocks: Vec<BlockId>,
     /// Tokens whose KV exists.
     computed: usize,
@@ -129,24 +128,24 @@ pub struct Totals {
 
 /// The scheduler of one rank.
 #[derive(Debug)]
-pub struct Scheduler {
+pub struct Scheduler<C: Content = Spelled> {
     speed: Speed,
     block_size: usize,
     /// Whether computed blocks get names, which is what lets later sequences share them.
     names_blocks: bool,
     root: Digest,
-    pool: BlockPool,
-    waiting: VecDeque<Sequence>,
-    running: Vec<Sequence>,
+    pool: BlockPool<C::Name>,
+    waiting: VecDeque<Sequence<C>>,
+    running: Vec<Sequence<C>>,
     in_step: bool,
     aborted: HashSet<u64>,
-    events: Vec<CacheEvent>,
+    events: Vec<CacheEvent<C::Name>>,
     draw: SmallRng,
     totals: Totals,
 }
 
-impl Scheduler {
-    pub fn new(speed: Speed, block_size: usize, pool: BlockPool, seed: u64) -> Scheduler {
+impl<C: Content> Scheduler<C> {
+    pub fn new(speed: Speed, block_size: usize, pool: BlockPool<C::Name>, seed: u64) -> Self {
         assert!(block_size > 0 && speed.tokens_per_step_max > 0 && speed.sequences_max > 0, "sizes are positive");
         Scheduler {
             speed,
@@ -165,12 +164,12 @@ impl Scheduler {
     }
 
     /// The same without a prefix cache: every sequence has blocks of its own, and nothing is ever stored or evicted.
-    pub fn without_prefix_cache(mut self) -> Scheduler {
+    pub fn without_prefix_cache(mut self) -> Self {
         self.names_blocks = false;
         self
     }
 
-    pub fn pool(&self) -> &BlockPool {
+    pub fn pool(&self) -> &BlockPool<C::Name> {
         &self.pool
     }
 
@@ -192,34 +191,32 @@ impl Scheduler {
     }
 
     /// Events since the last call, in order.
-    pub fn drain_events(&mut self) -> Vec<CacheEvent> {
+    pub fn drain_events(&mut self) -> Vec<CacheEvent<C::Name>> {
         std::mem::take(&mut self.events)
     }
 
     /// Queues a sequence. The caller has checked that prompt and answer fit into [`Scheduler::tokens_max`].
-    pub fn submit(&mut self, new: NewSequence) {
+    pub fn submit(&mut self, new: NewSequence<C>) {
         self.queue(new, false);
     }
 
     /// The same for a sequence whose prompt's KV came from another engine: it takes blocks, but no computation.
-    pub fn submit_received(&mut self, new: NewSequence) {
+    pub fn submit_received(&mut self, new: NewSequence<C>) {
         self.queue(new, true);
     }
 
-    fn queue(&mut self, new: NewSequence, received: bool) {
-        let prompt_length = new.prompt.len();
-        assert!(prompt_length > 0 && !new.answer.is_empty(), "a sequence has a prompt and an answer");
-        assert!(prompt_length + new.answer.len() <= self.tokens_max(), "a sequence fits into the pool");
-        let mut digests = Vec::with_capacity(prompt_length / self.block_size);
+    fn queue(&mut self, NewSequence { id, content }: NewSequence<C>, received: bool) {
+        let length = content.prompt_tokens();
+        assert!(length > 0 && content.answer_tokens() > 0, "a sequence has a prompt and an answer");
+        assert!(length + content.answer_tokens() <= self.tokens_max(), "a sequence fits into the pool");
+        let mut digests = Vec::with_capacity(length / self.block_size);
         if self.names_blocks {
-            hash::extend_digests(&mut digests, &self.root, &new.prompt, self.block_size, new.salt.as_deref());
+            content.extend_names(&mut digests, &self.root, length, self.block_size);
         }
         self.waiting.push_back(Sequence {
-            id: new.id,
-            tokens: new.prompt,
-            prompt_length,
-            answer: new.answer,
-            salt: new.salt,
+            id,
+            content,
+            length,
             digests,
             blocks: Vec::new(),
             computed: 0,
@@ -299,7 +296,7 @@ impl Scheduler {
         let mut index = 0;
         while index < self.running.len() && *budget > 0 {
             let sequence = &self.running[index];
-            let count = (sequence.tokens.len() - sequence.computed).min(*budget);
+            let count = (sequence.length - sequence.computed).min(*budget);
             let need = (sequence.computed + count).div_ceil(self.block_size) - sequence.blocks.len();
             match self.take(need) {
                 Some(blocks) => {
@@ -333,10 +330,10 @@ impl Scheduler {
     fn admit_waiting(&mut self, budget: &mut usize) {
         while *budget > 0 && self.running.len() < self.speed.sequences_max {
             let Some(sequence) = self.waiting.front() else { return };
-            let reusable = (sequence.tokens.len() - 1) / self.block_size;
+            let reusable = (sequence.length - 1) / self.block_size;
             let hits = self.pool.prefix(&sequence.digests[..reusable.min(sequence.digests.len())]);
             let computed = hits.len() * self.block_size;
-            let rest = sequence.tokens.len() - computed;
+            let rest = sequence.length - computed;
             let (count, cost) = if sequence.received { (rest, 1) } else { (rest.min(*budget), rest.min(*budget)) };
             let need = (computed + count).div_ceil(self.block_size) - hits.len();
             if need + self.pool.unheld(&hits) > self.pool.blocks_free() {
@@ -347,7 +344,7 @@ impl Scheduler {
             let mut sequence = self.waiting.pop_front().expect("looked at just above");
             if sequence.cached_tokens.is_none() {
                 sequence.cached_tokens = Some(computed);
-                self.totals.prompt_tokens += sequence.prompt_length as u64;
+                self.totals.prompt_tokens += sequence.content.prompt_tokens() as u64;
                 self.totals.cached_tokens += computed as u64;
             }
             (sequence.computed, sequence.named, sequence.scheduled) = (computed, hits.len(), count);
@@ -368,9 +365,9 @@ impl Scheduler {
     fn duration(&mut self) -> Duration {
         let (mut prefill, mut decoding, mut context) = (0u32, 0u32, 0usize);
         for sequence in self.running.iter().filter(|sequence| sequence.scheduled > 0) {
-            if sequence.computed + 1 >= sequence.tokens.len() && sequence.tokens.len() > sequence.prompt_length {
+            if sequence.computed + 1 >= sequence.length && sequence.length > sequence.content.prompt_tokens() {
                 decoding += 1;
-                context += sequence.tokens.len();
+                context += sequence.length;
             } else {
                 prefill += if sequence.received { 1 } else { sequence.scheduled as u32 };
             }
@@ -392,13 +389,7 @@ impl Scheduler {
         if !self.names_blocks {
             return;
         }
-        hash::extend_digests(
-            &mut sequence.digests,
-            &self.root,
-            &sequence.tokens,
-            self.block_size,
-            sequence.salt.as_deref(),
-        );
+        sequence.content.extend_names(&mut sequence.digests, &self.root, sequence.length, self.block_size);
         let full = sequence.computed / self.block_size;
         let mut run: Option<usize> = None;
         for position in sequence.named..full {
@@ -424,16 +415,16 @@ impl Scheduler {
     /// The next answer token, if all tokens so far are computed.
     fn sample(&mut self, index: usize) -> Option<Output> {
         let sequence = &mut self.running[index];
-        if sequence.computed < sequence.tokens.len() {
+        if sequence.computed < sequence.length {
             return None;
         }
-        let position = sequence.tokens.len() - sequence.prompt_length;
-        sequence.tokens.push(sequence.answer[position]);
+        let position = sequence.length - sequence.content.prompt_tokens();
+        sequence.length += 1;
         self.totals.generated_tokens += 1;
         Some(Output {
             id: sequence.id,
             position,
-            last: position + 1 == sequence.answer.len(),
+            last: position + 1 == sequence.content.answer_tokens(),
             cached_tokens: sequence.cached_tokens.unwrap_or(0),
         })
     }
@@ -452,12 +443,12 @@ impl Scheduler {
     }
 }
 
-fn stored(sequence: &Sequence, start: usize, end: usize, block_size: usize) -> CacheEvent {
+fn stored<C: Content>(sequence: &Sequence<C>, start: usize, end: usize, block_size: usize) -> CacheEvent<C::Name> {
     CacheEvent::Stored {
         digests: sequence.digests[start..end].to_vec(),
         parent: start.checked_sub(1).map(|parent| sequence.digests[parent]),
-        tokens: sequence.tokens[start * block_size..end * block_size].to_vec(),
-        salt: sequence.salt.clone(),
+        tokens: sequence.content.block_tokens(start..end, block_size),
+        salt: sequence.content.salt().map(str::to_owned),
     }
 }
 

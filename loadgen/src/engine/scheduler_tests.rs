@@ -175,8 +175,12 @@ fn steady() -> Speed {
     Speed { jitter: 0.0, ..Speed::default() }
 }
 
+fn answer_of(tokens: usize) -> Vec<u32> {
+    (0..tokens as u32).map(|it| 9_000 + it).collect()
+}
+
 fn sequence(id: u64, prompt: Vec<u32>, answer: usize) -> NewSequence {
-    NewSequence { id, prompt, answer: (0..answer as u32).map(|it| 9_000 + it).collect(), salt: None }
+    NewSequence { id, content: Spelled::new(prompt, &answer_of(answer), None) }
 }
 
 /// Runs to the end; returns the outputs and the number of steps.
@@ -214,9 +218,9 @@ fn check_events(seed: u64, keeps_copies: bool) {
                 .map(|it| group * 1000 + it)
                 .chain((0..own).map(|_| draw.random_range(5000..5004)))
                 .collect();
-            let mut new = sequence(submitted, prompt, draw.random_range(1..25));
-            new.salt = draw.random_bool(0.1).then(|| "s".to_string());
-            scheduler.submit(new);
+            let answer = answer_of(draw.random_range(1..25));
+            let salt = draw.random_bool(0.1).then(|| "s".to_string());
+            scheduler.submit(NewSequence { id: submitted, content: Spelled::new(prompt, &answer, salt) });
             alive.push(submitted);
             submitted += 1;
         }

@@ -2,6 +2,7 @@
 //! or close. It owns the order of those steps, the cancellation when the client leaves, and the farewell.
 
 mod client;
+mod handshake;
 mod input;
 mod relay;
 mod responder;
@@ -44,6 +45,30 @@ enum Exchange {
     Stopped,
 }
 
+/// Serves one connection of a TLS listener to its end.
+pub(crate) async fn serve_secure<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: Stream, peer: SocketAddr) {
+    let open = Level::up(&shard, |counters| &counters.connections_open);
+    match Box::pin(handshake::run(&shard, &stream)).await {
+        Ok(()) => {
+            drop(open);
+            serve(shard, service, stream, peer).await;
+        }
+        Err(failure) => {
+            shard.counters.tls_failures.add(1);
+            tracing::debug!(%peer, %failure, "a TLS handshake failed");
+            if let handshake::Failure::PlainHttp = failure {
+                let rejection = Rejection {
+                    kind: RejectionKind::BadRequest,
+                    status: StatusCode::BAD_REQUEST,
+                    reason: "this port speaks TLS: write https:// in front of it",
+                    peer,
+                };
+                refuse(&Client::new(shard, stream), &*service, &rejection).await;
+            }
+        }
+    }
+}
+
 /// Serves one connection to its end.
 pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: Stream, peer: SocketAddr) {
     let client = Rc::new(Client::new(shard, stream));
@@ -56,7 +81,7 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
         let mut reader = Reader { client: &client, input: &mut input, watch: watch.as_mut(), peer };
         let (request, http10, keep_alive) = match reader.request(first, arm).await {
             Ok(read) => read,
-            Err(Ended::Quietly) => return,
+            Err(Ended::Quietly) => return client.stream.announce_end(),
             Err(Ended::Refused(rejection)) => return Box::pin(refuse(&client, &*service, &rejection)).await,
         };
         first = false;
@@ -251,6 +276,7 @@ mod tests {
             let body = [request.body];
             let outgoing = UpstreamRequest {
                 address: request.peer,
+                tls: None,
                 authority: "",
                 method: &request.method,
                 path_prefix: "",

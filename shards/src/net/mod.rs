@@ -1,8 +1,9 @@
-//! The seam to the runtime: listener, stream, timers, runtime build. It is the only place (with `raw`, its unsafe
+//! The seam to the runtime: listener, stream with its TLS, timers, runtime build. It is the only place (with `raw`, its unsafe
 //! part) that names monoio, so that the runtime can be swapped; it never knows what HTTP is.
 
 pub(crate) mod listener;
 pub(crate) mod runtime;
+mod secure;
 pub(crate) mod stream;
 
 pub(crate) use listener::Listener;

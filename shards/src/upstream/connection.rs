@@ -12,12 +12,17 @@ use bytes::Bytes;
 use crate::buffers::{self, LARGE_BYTES, SMALL_BYTES};
 use crate::clock::Slot;
 use crate::net::{IoBuf, IoBufMut, Stream};
+use crate::tls::TlsName;
 
 pub(crate) struct Connection {
     pub(super) stream: Stream,
     pub(super) address: SocketAddr,
+    /// The name that its certificate was checked for; absent without TLS.
+    pub(super) tls: Option<TlsName>,
     /// It has carried an exchange before this one.
     pub(super) reused: bool,
+    /// What opening it took.
+    pub(super) connect_time: Duration,
     /// A byte of the current exchange's answer has arrived.
     pub(super) answered: bool,
     slot: Slot,
@@ -41,11 +46,13 @@ impl From<io::Error> for Trouble {
 }
 
 impl Connection {
-    pub(super) fn new(stream: Stream, address: SocketAddr) -> Connection {
+    pub(super) fn new(stream: Stream, address: SocketAddr, tls: Option<TlsName>, connect_time: Duration) -> Connection {
         Connection {
             stream,
             address,
+            tls,
             reused: false,
+            connect_time,
             answered: false,
             slot: Slot::new(),
             buffer: Vec::new(),
@@ -160,6 +167,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
+        self.stream.announce_end();
         buffers::give(std::mem::take(&mut self.buffer));
     }
 }

@@ -8,10 +8,11 @@ mod pool;
 mod response;
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Method};
@@ -28,6 +29,7 @@ use crate::http1::head::Head;
 use crate::http1::{HeadScan, response as codec, write};
 use crate::net::{Stream, WeakStream};
 use crate::stats::ShardCounters;
+use crate::tls::TlsName;
 
 /// Interim answers (1xx) that are skipped before an answer counts as broken.
 const INTERIM_MAX: usize = 16;
@@ -47,6 +49,8 @@ pub(crate) struct Shared {
 pub struct UpstreamRequest<'a> {
     /// Resolved address.
     pub address: SocketAddr,
+    /// Speak TLS with it, and take only a certificate for that name.
+    pub tls: Option<&'a TlsName>,
     /// `Host` of the request.
     pub authority: &'a str,
     pub method: &'a Method,
@@ -92,7 +96,8 @@ impl SendProgress {
 }
 
 impl Upstream {
-    pub(crate) fn new(config: UpstreamConfig, counters: Arc<ShardCounters>) -> Upstream {
+    pub(crate) fn new(mut config: UpstreamConfig, counters: Arc<ShardCounters>) -> Upstream {
+        config.tls = config.tls.of_shard();
         let pool = Pool::new(&config, counters.clone());
         let timeouts = Cell::new(config.timeouts());
         Upstream(Rc::new(Shared { config, timeouts, pool, counters }))
@@ -127,7 +132,7 @@ impl Upstream {
         request: &UpstreamRequest<'_>,
         progress: Option<&SendProgress>,
     ) -> Result<UpstreamResponse, UpstreamError> {
-        let mut pooled = self.0.pool.take(&request.address);
+        let mut pooled = self.0.pool.take(&request.address, request.tls);
         loop {
             let connection = match pooled.take() {
                 Some(connection) => {
@@ -135,7 +140,7 @@ impl Upstream {
                     connection
                 }
                 // Boxed: the timer inside is large and aligned to cache lines, which every exchange would inherit.
-                None => Box::pin(self.connect(request.address)).await?,
+                None => Box::pin(self.connect(request.address, request.tls)).await?,
             };
             match self.exchange(connection, request, progress).await {
                 Err(error) if error.is_stale_connection() => {}
@@ -144,12 +149,20 @@ impl Upstream {
         }
     }
 
-    async fn connect(&self, address: SocketAddr) -> Result<Box<Connection>, UpstreamError> {
+    async fn connect(&self, address: SocketAddr, tls: Option<&TlsName>) -> Result<Box<Connection>, UpstreamError> {
         let failed = |kind| UpstreamError { kind, reused_connection: false, response_started: false };
-        match crate::net::timeout(self.0.timeouts.get().connect, Stream::connect(address)).await {
+        let connecting = async {
+            let stream = Stream::connect(address).await?;
+            if let Some(name) = tls {
+                stream.secure(self.0.config.tls.connect(name).map_err(io::Error::other)?).await?;
+            }
+            Ok(stream)
+        };
+        let started = Instant::now();
+        match crate::net::timeout(self.0.timeouts.get().connect, connecting).await {
             Some(Ok(stream)) => {
                 self.0.counters.upstream_connects.add(1);
-                Ok(Box::new(Connection::new(stream, address)))
+                Ok(Box::new(Connection::new(stream, address, tls.cloned(), started.elapsed())))
             }
             Some(Err(error)) => Err(failed(UpstreamErrorKind::Connect(error))),
             None => Err(failed(UpstreamErrorKind::ConnectTimeout)),

@@ -12,6 +12,7 @@ use super::connection::Connection;
 use crate::config::UpstreamConfig;
 use crate::net::Peeked;
 use crate::stats::ShardCounters;
+use crate::tls::TlsName;
 
 /// A connection that was given back this recently is not looked at before reuse: under load that look would cost a
 /// system call per request, and a close in so short a time can also come right after it.
@@ -55,15 +56,18 @@ impl Pool {
         Pool { idle: RefCell::default(), idle_max, idle_timeout, counters }
     }
 
-    /// The newest connection to `address` that is young enough and that the upstream has not closed.
-    pub(super) fn take(&self, address: &SocketAddr) -> Option<Box<Connection>> {
+    /// The newest connection to `address`, with TLS for that name or without, that is young enough and that the upstream
+    /// has not closed.
+    pub(super) fn take(&self, address: &SocketAddr, tls: Option<&TlsName>) -> Option<Box<Connection>> {
         let mut all = self.idle.borrow_mut();
         let idle = all.get_mut(address)?;
-        while let Some(Idle { mut connection, since }) = idle.pop() {
+        // Nearly always the last one: an address rarely has connections of two kinds.
+        while let Some(newest) = idle.iter().rposition(|entry| entry.connection.tls.as_ref() == tls) {
+            let Idle { mut connection, since } = idle.remove(newest);
             self.counters.upstream_idle.subtract(1);
             let age = since.elapsed();
             // Bytes without a request are no answer to the next one: such a connection is as dead as a closed one.
-            let usable = age < TRUSTED || (age < self.idle_timeout && connection.stream.peek() == Peeked::Nothing);
+            let usable = age < TRUSTED || (age < self.idle_timeout && connection.stream.look() == Peeked::Nothing);
             if usable {
                 connection.reused = true;
                 return Some(connection);

@@ -73,6 +73,11 @@ impl UpstreamResponse {
         self.connection.as_ref().is_some_and(|connection| connection.reused)
     }
 
+    /// What opening the connection took; absent where it had served other exchanges before this one.
+    pub fn connect_time(&self) -> Option<Duration> {
+        self.connection.as_ref().filter(|connection| !connection.reused).map(|connection| connection.connect_time)
+    }
+
     /// Waits until the first byte of the body is at hand, or the body has ended. Nothing is consumed, and the head may
     /// still be thrown away afterwards: a caller that has promised nothing to its client yet can go elsewhere.
     pub async fn body_started(&mut self) -> Result<(), UpstreamError> {

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
 use infera_shards::{
     BodyObserver, BodyRewriter, DriverChoice, Engine, EngineConfig, Rejection, Relay, RelayOutcome, Request, Responder,
-    Response, Service, ShardContext, ShardStats, UpstreamRequest,
+    Response, Service, ShardContext, ShardStats, TlsName, UpstreamRequest,
 };
 
 pub const DRIVERS: [DriverChoice; 2] = [DriverChoice::Auto, DriverChoice::Epoll];
@@ -126,6 +126,12 @@ impl Service for TestService {
     }
 }
 
+/// The upstream is spoken to over TLS when the request says which name it must have.
+fn tls_name(request: &Request) -> Option<TlsName> {
+    let name = std::str::from_utf8(request.head.get("x-tls-name")?).expect("a textual name");
+    Some(TlsName::parse(name).expect("a name that a certificate can be for"))
+}
+
 impl TestService {
     /// Fetches a result from another thread.
     async fn ticket(&self, responder: &mut Responder, lost: bool) {
@@ -140,9 +146,15 @@ impl TestService {
         let _ = responder.send(plain(StatusCode::OK, result)).await;
     }
 
-    fn outgoing<'a>(&'a self, request: &'a Request, body: &'a [Bytes]) -> UpstreamRequest<'a> {
+    fn outgoing<'a>(
+        &'a self,
+        request: &'a Request,
+        tls: &'a Option<TlsName>,
+        body: &'a [Bytes],
+    ) -> UpstreamRequest<'a> {
         UpstreamRequest {
             address: self.upstream,
+            tls: tls.as_ref(),
             authority: "worker.test:1",
             method: &request.method,
             path_prefix: "",
@@ -155,8 +167,8 @@ impl TestService {
     }
 
     async fn collect(&self, request: &Request, responder: &mut Responder) {
-        let body = [request.body.clone()];
-        let collected = match self.context.upstream.send(&self.outgoing(request, &body)).await {
+        let (tls, body) = (tls_name(request), [request.body.clone()]);
+        let collected = match self.context.upstream.send(&self.outgoing(request, &tls, &body)).await {
             Ok(answer) => answer.collect(4 << 20).await,
             Err(error) => Err(error),
         };
@@ -170,7 +182,8 @@ impl TestService {
     async fn proxy(&self, request: &Request, responder: &mut Responder) {
         // Split in two, so that bodies in segments are covered throughout.
         let body = [request.body.slice(..request.body.len() / 2), request.body.slice(request.body.len() / 2..)];
-        let outcome = match self.context.upstream.send(&self.outgoing(request, &body)).await {
+        let tls = tls_name(request);
+        let outcome = match self.context.upstream.send(&self.outgoing(request, &tls, &body)).await {
             Ok(answer) => {
                 let relay = Relay {
                     set: &[(HeaderName::from_static("x-relayed"), HeaderValue::from_static("yes"))],
@@ -252,6 +265,7 @@ impl TestEngine {
             bytes_to_client: sum.bytes_to_client + one.bytes_to_client,
             client_aborts: sum.client_aborts + one.client_aborts,
             rejections: sum.rejections + one.rejections,
+            tls_failures: sum.tls_failures + one.tls_failures,
             panics: sum.panics + one.panics,
             sweeps: sum.sweeps + one.sweeps,
         })
@@ -284,9 +298,9 @@ impl Answer {
     }
 }
 
-/// A client that speaks bytes.
-pub struct Client {
-    pub stream: TcpStream,
+/// A client that speaks bytes, over TCP or what was put on it.
+pub struct Client<S = TcpStream> {
+    pub stream: S,
     pending: Vec<u8>,
 }
 
@@ -298,6 +312,19 @@ impl Client {
         Client { stream, pending: Vec::new() }
     }
 
+    /// Puts something on the connection.
+    pub fn wrapped<S>(self, wrap: impl FnOnce(TcpStream) -> S) -> Client<S> {
+        Client { stream: wrap(self.stream), pending: Vec::new() }
+    }
+
+    /// Closes with RST.
+    pub fn reset(self) {
+        let zero = rustix::net::sockopt::set_socket_linger(&self.stream, Some(Duration::ZERO));
+        zero.expect("linger");
+    }
+}
+
+impl<S: Read + Write> Client<S> {
     pub fn send(&mut self, bytes: impl AsRef<[u8]>) {
         self.stream.write_all(bytes.as_ref()).expect("sends");
     }
@@ -390,12 +417,6 @@ impl Client {
         while self.fill() {}
         std::mem::take(&mut self.pending)
     }
-
-    /// Closes with RST.
-    pub fn reset(self) {
-        let zero = rustix::net::sockopt::set_socket_linger(&self.stream, Some(Duration::ZERO));
-        zero.expect("linger");
-    }
 }
 
 /// A request as an upstream saw it.
@@ -406,8 +427,8 @@ pub struct Arrived {
 }
 
 /// One connection at a scripted upstream.
-pub struct Served {
-    pub stream: TcpStream,
+pub struct Served<S = TcpStream> {
+    pub stream: S,
     /// Number of the connection, from 0.
     pub number: usize,
     pending: Vec<u8>,
@@ -415,6 +436,19 @@ pub struct Served {
 }
 
 impl Served {
+    /// Puts something on the connection.
+    pub fn wrapped<S>(self, wrap: impl FnOnce(TcpStream) -> S) -> Served<S> {
+        let Served { stream, number, pending, closed } = self;
+        Served { stream: wrap(stream), number, pending, closed }
+    }
+
+    pub fn reset(self) {
+        let zero = rustix::net::sockopt::set_socket_linger(&self.stream, Some(Duration::ZERO));
+        zero.expect("linger");
+    }
+}
+
+impl<S: Read + Write> Served<S> {
     /// The next request; `None` when the engine has closed.
     pub fn request(&mut self) -> Option<Arrived> {
         let mut piece = [0_u8; 65536];
@@ -450,11 +484,6 @@ impl Served {
     pub fn until_closed(mut self) {
         while self.request().is_some() {}
         self.closed.fetch_add(1, Ordering::SeqCst);
-    }
-
-    pub fn reset(self) {
-        let zero = rustix::net::sockopt::set_socket_linger(&self.stream, Some(Duration::ZERO));
-        zero.expect("linger");
     }
 }
 

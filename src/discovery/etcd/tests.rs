@@ -15,7 +15,7 @@ fn a_watch_behind_compaction_ends_the_session() {
         etcd.put("/p/w", "{}");
     }
     etcd.compact();
-    let config = EtcdConfig { endpoints: vec![etcd.endpoint()], prefix: "/p/".to_owned() };
+    let config = EtcdConfig { endpoints: vec![etcd.endpoint()], prefix: "/p/".to_owned(), roots: Vec::new() };
     let all = DiscoveryConfig { etcd: Some(config.clone()), ..DiscoveryConfig::default() };
     let (queue, _messages) = mpsc::channel(8);
     let mut source = EtcdSource::new(config, Timing::default(), queue, Arc::new(Shared::new(&all)));

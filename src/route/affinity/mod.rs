@@ -65,6 +65,19 @@ pub enum NoSession {
     Ambiguous,
 }
 
+impl NoSession {
+    /// As a label and in explanations.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            NoSession::Absent => "absent",
+            NoSession::Empty => "empty",
+            NoSession::TooLong => "too_long",
+            NoSession::NotAscii => "not_ascii",
+            NoSession::Ambiguous => "ambiguous",
+        }
+    }
+}
+
 /// The session's name among the values of its headers, in the order in which the headers are configured.
 pub fn session_name<'a>(values: impl Iterator<Item = &'a [u8]>) -> Result<&'a [u8], NoSession> {
     let mut name: Option<&[u8]> = None;

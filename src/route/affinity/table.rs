@@ -152,6 +152,13 @@ impl SessionTable {
         Self { buckets: (0..buckets).map(|_| Bucket::default()).collect(), ttl_s, clock_s, counts: Counts::default() }
     }
 
+    /// The target that [`SessionTable::follow`] would give; takes no lease and counts nothing.
+    pub fn peek(&self, key: SessionKey, may_serve: impl Fn(RecordId) -> bool) -> Option<RecordId> {
+        let (place, binding) = self.find(key)?;
+        let is_followable = self.is_followable(place, binding, (self.clock_s)(), &may_serve);
+        is_followable.then(|| RecordId(binding.target()))
+    }
+
     /// The target that this turn must go to, if its session has one that `may_serve`.
     pub fn follow(self: &Arc<Self>, key: SessionKey, may_serve: impl Fn(RecordId) -> bool) -> Option<Lease> {
         let now_s = (self.clock_s)();

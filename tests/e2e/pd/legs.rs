@@ -1,11 +1,12 @@
 //! Both legs at once: what the client sees, and what becomes of the other leg, whatever one of them does.
 
-use std::collections::HashSet;
-use std::sync::Arc;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::*;
+use crate::support::eventually;
 
 #[test]
 fn both_legs_carry_one_fresh_room_and_the_decode_answer_reaches_the_client() {
@@ -114,14 +115,34 @@ fn b36_without_another_pair_the_error_names_the_prefill_leg() {
 /// A full worker says nothing about the request: another pair takes it, and the full one gets the time it asked for.
 #[test]
 fn a_leg_that_is_full_goes_to_another_pair_and_the_last_one_is_told_as_it_is() {
+    // As an engine does, decode begins only when prefill has taken the room.
+    let rooms = Arc::new(Mutex::new(HashMap::new()));
+    let note = |taken: bool| {
+        let rooms = rooms.clone();
+        move |seen: &Seen| rooms.lock().unwrap().insert(body_of(seen)["bootstrap_room"].as_u64().unwrap(), taken)
+    };
     let full = || {
-        leg(|_, conversation| {
+        let note = note(false);
+        leg(move |seen, conversation| {
+            note(seen);
             conversation.write(b"HTTP/1.1 429 Busy\r\nRetry-After: 30\r\nContent-Length: 4\r\n\r\nfull");
             Then::KeepAlive
         })
     };
     let (busy_prefill, busy_decode) = (full(), full());
-    let (prefill, decode) = (done(), decoding());
+    let taken = note(true);
+    let prefill = leg(move |seen, conversation| {
+        taken(seen);
+        conversation.json(200, "{}")
+    });
+    let known = rooms.clone();
+    let decode = leg(move |seen, conversation| {
+        let room = body_of(seen)["bootstrap_room"].as_u64().unwrap();
+        match eventually("prefill was asked", || known.lock().unwrap().get(&room).copied()) {
+            true => answer_as_asked(seen, conversation),
+            false => conversation.wait_for_close(),
+        }
+    });
     for (prefills, decodes, busy) in [
         (vec![busy_prefill.address, prefill.address], vec![decode.address], &busy_prefill),
         (vec![prefill.address], vec![busy_decode.address, decode.address], &busy_decode),

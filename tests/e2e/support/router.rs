@@ -213,7 +213,12 @@ impl Router {
 
     /// Waits until nothing is booked on any target, and checks that no number is negative meanwhile.
     pub fn wait_for_rest(&self) {
-        for family in ["infera_router_inflight_requests", "infera_router_active_blocks", "infera_request_inflight"] {
+        for family in [
+            "infera_router_inflight_requests",
+            "infera_router_active_blocks",
+            "infera_router_queued_blocks",
+            "infera_request_inflight",
+        ] {
             wait_until(&format!("{family} is 0"), || {
                 let sum = self.metric_sum(family);
                 assert!(sum >= 0.0, "{family} = {sum}");
