@@ -5,7 +5,7 @@ mod parity;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use infera_shards::TlsName;
@@ -56,6 +56,7 @@ pub struct Worker {
     pub tls: Option<TlsName>,
     pub state: WorkerState,
     pub health: Arc<WorkerHealth>,
+    pub speech: Arc<WorkerSpeech>,
     /// Id of the template arguments that the engine adds to every chat; absent where they are not known, and the fleet's
     /// are taken for them.
     pub variant: Option<u64>,
@@ -155,6 +156,24 @@ impl TargetLoad {
 
     pub fn picked_at_ns(&self) -> u64 {
         self.picked_at_ns.load(Ordering::Relaxed)
+    }
+}
+
+/// Which forms a worker has turned out not to know; lives as long as the worker's record.
+#[derive(Debug, Default)]
+pub struct WorkerSpeech {
+    lacks_messages: AtomicBool,
+}
+
+impl WorkerSpeech {
+    /// The worker does not know `/v1/messages`.
+    pub fn lacks_messages(&self) -> bool {
+        self.lacks_messages.load(Ordering::Relaxed)
+    }
+
+    /// Keeps that; true for who was the first to notice.
+    pub fn note_lack_of_messages(&self) -> bool {
+        !self.lacks_messages.swap(true, Ordering::Relaxed)
     }
 }
 
@@ -372,6 +391,7 @@ pub(crate) mod fixtures {
                 tls: None,
                 state: WorkerState::Active,
                 health: Arc::new(WorkerHealth::new(fleet.ailing.clone())),
+                speech: Arc::default(),
                 variant: None,
             });
             fleet.workers.push(worker.clone());

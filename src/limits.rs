@@ -202,6 +202,18 @@ pub const SELF_HEAL_ASKS_MAX: usize = 16;
 pub const TIKTOKEN_RANKS_MAX: usize = 1 << 20;
 /// Bytes of one token of a `tiktoken.model`; each way to cut it in two is looked at when the model is loaded.
 pub const TIKTOKEN_TOKEN_BYTES_MAX: usize = 4096;
+
+/// Messages bodies up to this many bytes are made chats on the shard, about 1 ms at worst; longer ones on the encoder pool.
+pub const SHARD_TRANSLATED_BODY_BYTES: usize = 256 << 10;
+
+/// One event of a chat's stream that is translated, bytes.
+pub const TRANSLATED_EVENT_BYTES_MAX: usize = 1 << 20;
+
+/// A whole answer that is translated, bytes.
+pub const TRANSLATED_ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// An answer that may say that a worker does not know a path, bytes.
+pub const UNKNOWN_PATH_ANSWER_BYTES_MAX: usize = 64 << 10;
 /// Samples of the last minutes that the dashboard shows: ten minutes of them.
 pub const HISTORY_SAMPLES: usize = 120;
 /// Longest filter that the log takes at run time, bytes.

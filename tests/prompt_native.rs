@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use infera_router::prompt::{ChatEncoding, EncoderChoice, Endpoint, EngineRules, NoBlocks, Prompter, PrompterOptions};
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -291,6 +292,44 @@ fn tools_and_reasoning_of_responses_bodies() {
     }
     let none = prompter.tokens(Endpoint::Responses, vllm, br#"{"instructions":"x"}"#).unwrap_err();
     assert_eq!(none, NoBlocks::NoPrompt);
+}
+
+#[derive(serde::Deserialize)]
+struct MessagesCase<'a> {
+    id: &'a str,
+    engine: &'a str,
+    /// Made for a template that takes system messages anywhere.
+    late_system: bool,
+    #[serde(borrow)]
+    body: &'a RawValue,
+    #[serde(borrow)]
+    chat: Option<&'a RawValue>,
+}
+
+/// Messages bodies and the chats that the engines' own code made of them (`tests/fixtures/messages`), as prompts of a model
+/// whose template takes system messages anywhere and has marks for thinking.
+#[test]
+fn messages_are_the_prompts_of_the_chats_that_the_engines_make_of_them() {
+    let Some(directory) = tokenizers::fetched("qwen3") else { return };
+    let prompter = Prompter::load(&directory, options()).unwrap();
+    for engine in [EngineRules::Vllm, EngineRules::Sglang] {
+        let traits = prompter.template_traits(engine);
+        assert!(traits.takes_late_system && traits.has_think_tags, "{engine:?}");
+    }
+    let mut checked = 0;
+    for line in include_str!("fixtures/messages/chats.jsonl").lines() {
+        let case: MessagesCase<'_> = serde_json::from_str(line).unwrap();
+        let Some(chat) = case.chat else { continue };
+        if !case.late_system && case.id.starts_with("late_system") {
+            continue;
+        }
+        let engine = EngineRules::of_engine(case.engine);
+        let tokens = |endpoint, body: &RawValue| prompter.tokens(endpoint, engine, body.get().as_bytes());
+        let (found, expected) = (tokens(Endpoint::Messages, case.body), tokens(Endpoint::Chat, chat));
+        assert_eq!(found, expected, "{} {engine:?}", case.id);
+        checked += usize::from(expected.is_ok());
+    }
+    assert!(checked > 50, "{checked}");
 }
 
 /// A Kimi-K3 model around other ranks: the text is the model's, the ids are right for these ranks.

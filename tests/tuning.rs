@@ -124,3 +124,48 @@ fn every_kernel_setting_has_its_reason() {
         }
     }
 }
+
+/// What a script would start, and the `--worker` that belongs to it.
+fn engine(script: &str, variables: &[(&str, &str)]) -> (String, String) {
+    let output = run(Command::new("bash")
+        .arg(tuning().join("engines").join(script))
+        .args(["/models/m", "--own", "two words"])
+        .env("PRINT", "1")
+        .env("HOST", "10.0.0.5")
+        .envs(variables.iter().copied()));
+    assert!(output.status.success(), "{script}: {}", text(&output));
+    let said = String::from_utf8(output.stdout).unwrap();
+    let (command, worker) = said.trim_end().split_once('\n').unwrap();
+    (command.to_owned(), worker.strip_prefix("--worker ").unwrap().to_owned())
+}
+
+#[test]
+fn engines_are_started_with_what_their_pages_say_and_the_router_takes_their_workers() {
+    let ranked = [("RANKS", "4"), ("EVENTS_PORT", "7000"), ("REPLAY_PORT", "7004")];
+    for script in ["vllm.sh", "sglang.sh", "atom.sh"] {
+        let page = std::fs::read_to_string(tuning().join("engines").join(script.replace(".sh", ".md"))).unwrap();
+        let (plain, worker) = engine(script, &[]);
+        assert!(page.contains(&worker), "{script}: its page does not say {worker}");
+        assert!(plain.contains("--own two\\ words"), "the engine's own options come last: {plain}");
+        let (command, ranked_worker) = engine(script, &ranked);
+        assert!(command.contains("7000") && command.contains("7004"), "{command}");
+        if let Some(events) = command.split_once("--kv-events-config ").map(|(_, rest)| rest.replace('\\', "")) {
+            let end = events.find('}').unwrap() + 1;
+            let events: serde_json::Value = serde_json::from_str(&events[..end]).unwrap();
+            assert_eq!(
+                (&events["endpoint"], &events["replay_endpoint"]),
+                (&"tcp://*:7000".into(), &"tcp://*:7004".into())
+            );
+        }
+        for worker in [worker, ranked_worker] {
+            let taken = infera_router::config::parse(["infera-router", "--worker", &worker]);
+            assert!(taken.is_ok(), "{script}: the router refuses {worker}");
+        }
+    }
+    let output = run(Command::new("bash")
+        .arg(tuning().join("engines/vllm.sh"))
+        .arg("m")
+        .env("PRINT", "1")
+        .envs([("RANKS", "9"), ("REPLAY_PORT", "5560")]));
+    assert_eq!(output.status.code(), Some(2), "two ranges of ports that meet");
+}

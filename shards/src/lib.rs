@@ -29,7 +29,7 @@ mod trim;
 mod upstream;
 
 pub use config::{DriverChoice, EngineConfig, Limits, UpstreamConfig, UpstreamTimeouts};
-pub use connection::{BodyObserver, ClientGone, IgnoreBody, Relay, RelayOutcome, Responder};
+pub use connection::{BodyObserver, BodyRewriter, ClientGone, IgnoreBody, Relay, RelayOutcome, Responder};
 pub use engine::{Engine, StartError};
 pub use http1::head::Head;
 pub use mailbox::{Completion, Mailbox, Pending};

@@ -6,6 +6,7 @@ use http::{HeaderName, HeaderValue, StatusCode, header};
 use infera_shards::{Rejection, RejectionKind, Response};
 use serde_json::json;
 
+use super::messages;
 use crate::route::TopologyError;
 
 /// Seconds a client is asked to wait when no worker can take its request.
@@ -141,7 +142,16 @@ impl ApiError {
 
     pub fn into_response(self) -> Response {
         let Shape { status, kind, code, message } = self.shape();
-        let mut response = error_response(status, kind, code, &message);
+        self.with_headers(error_response(status, kind, code, &message))
+    }
+
+    /// The same as Anthropic's clients read it.
+    pub fn into_anthropic_response(self) -> Response {
+        let Shape { status, message, .. } = self.shape();
+        self.with_headers(messages::error_response(status, &message))
+    }
+
+    fn with_headers(self, mut response: Response) -> Response {
         match self {
             ApiError::NoWorker { .. } | ApiError::Overloaded { .. } => {
                 response.headers.push((header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS)));
@@ -181,9 +191,13 @@ pub fn stream_error_event() -> Bytes {
 
 /// A JSON answer.
 pub fn json_response(status: StatusCode, body: &impl serde::Serialize) -> Response {
-    let body = serde_json::to_vec(body).unwrap_or_default();
+    json_bytes(status, Bytes::from(serde_json::to_vec(body).unwrap_or_default()))
+}
+
+/// An answer whose body is JSON already.
+pub fn json_bytes(status: StatusCode, body: Bytes) -> Response {
     let content_type: (HeaderName, HeaderValue) = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    Response { status, headers: vec![content_type], body: Bytes::from(body) }
+    Response { status, headers: vec![content_type], body }
 }
 
 fn error_response(status: StatusCode, kind: &str, code: &str, message: &str) -> Response {

@@ -11,6 +11,12 @@ pub enum Endpoint {
     Completions,
     /// `POST /v1/responses`: routed by the prompt that its engine makes of it.
     Responses,
+    /// `POST /v1/responses/input_tokens`: counted here.
+    InputTokens,
+    /// `POST /v1/messages`, Anthropic's: routed by the prompt that its engine makes of it.
+    Messages,
+    /// `POST /v1/messages/count_tokens`: counted here, or by a worker.
+    CountTokens,
     /// `GET /v1/models`.
     Models,
     /// `GET /v1/models/<id>`.
@@ -35,7 +41,8 @@ pub enum Endpoint {
     Overview,
     /// `GET /dashboard`.
     Dashboard,
-    /// Any other `/v1/*`: forwarded to a worker of the named model, chosen by load.
+    /// Any other `/v1/*`, and the engines' own paths that serve a model: forwarded to a worker of the named model, chosen
+    /// by load.
     Forward,
     /// A known path with a method it does not take; `Allow` is given.
     WrongMethod(&'static str),
@@ -57,12 +64,37 @@ impl Endpoint {
 impl Endpoint {
     /// Whether a worker answers it.
     pub fn goes_to_a_worker(&self) -> bool {
-        matches!(self, Endpoint::ChatCompletions | Endpoint::Completions | Endpoint::Responses | Endpoint::Forward)
+        matches!(
+            self,
+            Endpoint::ChatCompletions
+                | Endpoint::Completions
+                | Endpoint::Responses
+                | Endpoint::Messages
+                | Endpoint::CountTokens
+                | Endpoint::Forward
+        )
     }
 }
 
 const CACHE_VIEW: &str = "/v1/admin/cache-view/";
 const MODELS: &str = "/v1/models/";
+
+/// Paths outside of `/v1` that serve a model, of vLLM 0.32 and SGLang 0.5.23. Not a catch-all: their other paths change an
+/// engine (its weights, its cache, whether it sleeps) and are not for a client to reach through a router.
+const OF_ENGINES: [&str; 12] = [
+    "/classify",
+    "/detokenize",
+    "/embed",
+    "/encode",
+    "/generate",
+    "/generative_scoring",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/tokenize",
+    "/v2/embed",
+    "/v2/rerank",
+];
 
 /// `target` is the request target as sent; its query is not looked at.
 pub fn endpoint(method: &Method, target: &str) -> Endpoint {
@@ -75,6 +107,9 @@ pub fn endpoint(method: &Method, target: &str) -> Endpoint {
         "/v1/chat/completions" => post(Endpoint::ChatCompletions),
         "/v1/completions" => post(Endpoint::Completions),
         "/v1/responses" if *method == Method::POST => Endpoint::Responses,
+        "/v1/responses/input_tokens" => post(Endpoint::InputTokens),
+        "/v1/messages" => post(Endpoint::Messages),
+        "/v1/messages/count_tokens" => post(Endpoint::CountTokens),
         "/v1/models" => get(Endpoint::Models),
         "/v1/workers" => get(Endpoint::Workers),
         "/health" => get(Endpoint::Health),
@@ -89,6 +124,7 @@ pub fn endpoint(method: &Method, target: &str) -> Endpoint {
         _ if path.starts_with(CACHE_VIEW) => get(Endpoint::CacheView(percent_decoded(&path[CACHE_VIEW.len()..]))),
         _ if path.starts_with(MODELS) => get(Endpoint::Model(percent_decoded(&path[MODELS.len()..]))),
         _ if path.starts_with("/v1/admin/") => Endpoint::Unknown,
+        _ if OF_ENGINES.contains(&path) => post(Endpoint::Forward),
         _ if !path.starts_with("/v1/") || leaves_its_place(path) => Endpoint::Unknown,
         // It would show the sender what this router adds for workers alone.
         _ if *method == Method::TRACE => Endpoint::WrongMethod("GET, POST, DELETE"),

@@ -9,7 +9,7 @@ use infera_shards::TlsName;
 
 use crate::fleet::{
     DemandCells, DiscoveredWorker, Fleet, ModelPool, RecordId, Slot, Target, TargetDemand, TargetParity, Worker,
-    WorkerHealth, WorkerState,
+    WorkerHealth, WorkerSpeech, WorkerState,
 };
 use crate::limits::{DP_RANKS_MAX, SLOTS_MAX};
 use crate::load::{TargetId, TargetLoad};
@@ -94,7 +94,8 @@ impl Registry {
         }
         for (id, new) in wanted {
             if let Some(known) = self.workers.get_mut(&id) {
-                if known.worker.record != new.record {
+                let is_same_record = known.worker.record == new.record;
+                if !is_same_record {
                     for rank in &mut known.ranks {
                         self.next_record += 1;
                         rank.record_id = RecordId(self.next_record);
@@ -106,7 +107,8 @@ impl Registry {
                     true => known.worker.health.clone(),
                     false => Arc::new(WorkerHealth::new(self.ailing.clone())),
                 };
-                known.worker = Arc::new(worker(id, known.worker.generation, new, health));
+                let speech = if is_same_record { known.worker.speech.clone() } else { Arc::default() };
+                known.worker = Arc::new(worker(id, known.worker.generation, new, health, speech));
             } else if self.join(id.clone(), new) {
                 changes.joined.push(id);
             }
@@ -131,7 +133,7 @@ impl Registry {
         self.demand.forget_departed();
         self.next_generation += 1;
         let health = Arc::new(WorkerHealth::new(self.ailing.clone()));
-        let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new, health));
+        let worker = Arc::new(worker(id.clone(), Generation(self.next_generation), new, health, Arc::default()));
         self.workers.insert(id, Registration { worker, ranks });
         true
     }
@@ -218,7 +220,13 @@ fn is_same_registration(known: &WorkerRecord, new: &WorkerRecord) -> bool {
         && agrees(model(known), model(new))
 }
 
-fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker, health: Arc<WorkerHealth>) -> Worker {
+fn worker(
+    id: Name,
+    generation: Generation,
+    discovered: DiscoveredWorker,
+    health: Arc<WorkerHealth>,
+    speech: Arc<WorkerSpeech>,
+) -> Worker {
     let record = discovered.record;
     let (authority, base_path, tls, fault) = match record.endpoint() {
         Ok(url) if url.is_tls => {
@@ -246,7 +254,8 @@ fn worker(id: Name, generation: Generation, discovered: DiscoveredWorker, health
             None
         }
     });
-    Worker { id, generation, record, address: discovered.address, authority, base_path, tls, state, health, variant }
+    let address = discovered.address;
+    Worker { id, generation, record, address, authority, base_path, tls, state, health, speech, variant }
 }
 
 #[cfg(test)]

@@ -257,6 +257,7 @@ mod tests {
             state: WorkerState::Active,
             variant: None,
             health: Arc::default(),
+            speech: Arc::default(),
         };
         let ranks: Vec<_> = (0..2)
             .map(|rank| Some(Arc::new(RankStatus::new("a:1".into(), generation, rank, Slot(rank), None))))

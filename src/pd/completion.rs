@@ -1,5 +1,5 @@
 //! Knows whether a stream reached its end as its engine sees it: `data: [DONE]`, or for Responses one of the
-//! closing events. Fed payload in any pieces; looks at the start of lines only, so generated text that talks
+//! closing events, and for Messages its last one. Fed payload in any pieces; looks at the start of lines only, so generated text that talks
 //! about terminators is not one. Keeps a few bytes, never the stream.
 
 use crate::limits;
@@ -10,9 +10,9 @@ const LINE_START_BYTES: usize = 40;
 const EVENT: &[u8] = b"event:";
 const DATA: &[u8] = b"data:";
 
-/// Events after which nothing more is to come. Engines close with `completed`; the other two are how a response
-/// ends that ran into its token limit or failed, and are ends all the same.
-const CLOSING_EVENTS: [&[u8]; 3] = [b"response.completed", b"response.incomplete", b"response.failed"];
+/// Events after which nothing more is to come. Engines close a response with `completed`; the next two are how one
+/// ends that ran into its token limit or failed, and are ends all the same. A message ends with `message_stop`.
+const CLOSING_EVENTS: [&[u8]; 4] = [b"response.completed", b"response.incomplete", b"response.failed", b"message_stop"];
 
 /// Whose mistake an error inside a stream was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -223,6 +223,7 @@ mod tests {
         ended("event: response.completed\ndata: {\"type\":\"response.completed\"}\n\n");
         ended("event:response.incomplete\ndata: {}\n\n");
         ended(": ping\n\nevent: response.completed\n");
+        ended("event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n");
     }
 
     #[test]
@@ -238,6 +239,7 @@ mod tests {
         cut("data:  [DONE]\n\n");
         cut("event: response.completed.not\n\n");
         cut("id: response.completed\n\n");
+        cut("event: message_start\ndata: {\"type\":\"message_start\"}\n\n");
         cut(&format!("data: {}data: [DONE]\n\n", "x".repeat(100)));
         cut(&format!("data: {{\"t\":\"{}\"}}\n\n", "y".repeat(300)));
         check(": ping\n\n", false, false, false);
@@ -272,6 +274,8 @@ mod tests {
         check("data: {\"error\":{\"message\":\"died\",\"code\":500}}\n\n", worker);
         check("data: {\"error\":\"KVTransferError\"}\n\n", worker);
         check("event: error\n\n", worker);
+        let overloaded = "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\"}}\n\n";
+        check(overloaded, worker);
         check(&format!("data: {{\"error\":{{\"message\":\"{}\",\"code\":400}}}}\n\n", "x".repeat(10_000)), worker);
         check("data: {\"error\":null}\n\n", None);
         check("data: {\"a\":1}\n\n", None);

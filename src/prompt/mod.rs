@@ -5,6 +5,7 @@
 
 pub mod extract;
 pub mod json;
+pub mod messages;
 pub mod outline;
 pub mod pool;
 
@@ -59,6 +60,8 @@ pub enum Endpoint {
     Completions,
     /// `/v1/responses`
     Responses,
+    /// `/v1/messages`
+    Messages,
 }
 
 /// Whose rules turn messages into the template's input.

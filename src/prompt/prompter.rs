@@ -8,6 +8,7 @@ use crate::limits::{PROMPT_CACHE_BYTES, RENDERED_BYTES_MAX};
 use super::block_maker::{BlockMaker, Pending, Text};
 use super::encoder::{Encoder, EncoderChoice, on_own_thread, only_encodes_here};
 use super::environment::strftime;
+use super::messages::{self, Purpose, TemplateTraits};
 use super::model_files::ModelFiles;
 use super::native::{ChatEncoding, Native};
 use super::outline::utf8;
@@ -111,6 +112,8 @@ pub struct Prompter {
     native: Option<Native>,
     /// Of `options.chat_template_kwargs`: what workers that say nothing of their own are taken to render.
     fleet_variant: Variant,
+    /// By engine: what is known of the templates before a Messages body is made a chat.
+    traits: [TemplateTraits; 2],
     options: PrompterOptions,
 }
 
@@ -136,23 +139,28 @@ impl Prompter {
         if let Some(Native::Refused(what)) = native {
             tracing::warn!("{what} are not rendered here; they are routed by load");
         }
-        let templates = files.templates.into_iter().map(|(name, source)| {
-            let compiled = ChatTemplate::compile(&source, options.now).map_err(|error| error.to_string());
-            if let Err(error) = &compiled {
-                tracing::error!(
-                    template = name,
-                    error,
-                    "this chat template cannot be rendered here; its requests are routed by load"
-                );
-            }
-            (name, compiled)
-        });
+        let templates: Vec<_> = files
+            .templates
+            .into_iter()
+            .map(|(name, source)| {
+                let compiled = ChatTemplate::compile(&source, options.now).map_err(|error| error.to_string());
+                if let Err(error) = &compiled {
+                    tracing::error!(
+                        template = name,
+                        error,
+                        "this chat template cannot be rendered here; its requests are routed by load"
+                    );
+                }
+                (name, compiled)
+            })
+            .collect();
         let fleet_variant = Variant::of(&options.chat_template_kwargs)?;
         Ok(Self {
             maker,
             native,
             fleet_variant,
-            templates: templates.collect(),
+            traits: [EngineRules::Vllm, EngineRules::Sglang].map(|engine| traits(&templates, engine)),
+            templates,
             special_tokens: files.special_tokens,
             options,
         })
@@ -332,6 +340,11 @@ impl Prompter {
         &self.fleet_variant
     }
 
+    /// What the engines find in this model's templates before they make a Messages body a chat.
+    pub fn template_traits(&self, engine: EngineRules) -> TemplateTraits {
+        self.traits[engine as usize]
+    }
+
     /// Name of the encoder in use.
     pub fn encoder_name(&self) -> &'static str {
         self.maker.encoder.name()
@@ -363,6 +376,10 @@ impl Prompter {
             Endpoint::Chat => self.chat(endpoint, engine, variant, body, body_bytes),
             Endpoint::Responses => {
                 self.chat(endpoint, engine, variant, responses::chat_body(body, engine)?, body_bytes)
+            }
+            Endpoint::Messages => {
+                let chat = messages::chat_body(body, engine, self.template_traits(engine), Purpose::Render)?;
+                self.chat(endpoint, engine, variant, chat, body_bytes)
             }
         }?;
         if rendered.cuts.is_empty() {
@@ -470,6 +487,19 @@ impl Prompter {
             Some(Tree::Text(text)) => Ok(Text { text: text.into_owned(), with_ends, suffix: None, cuts: Vec::new() }),
             _ => Err(NoBlocks::NoPrompt),
         }
+    }
+}
+
+/// vLLM looks at all templates of a model, SGLang at the default one. A model without a template has no traits.
+fn traits(templates: &[(String, Result<ChatTemplate, String>)], engine: EngineRules) -> TemplateTraits {
+    let asked: Vec<&ChatTemplate> = templates
+        .iter()
+        .filter(|(name, _)| engine == EngineRules::Vllm || name == "default")
+        .filter_map(|(_, template)| template.as_ref().ok())
+        .collect();
+    TemplateTraits {
+        takes_late_system: !asked.is_empty() && asked.iter().all(|template| template.takes_late_system(engine)),
+        has_think_tags: asked.iter().any(|template| template.source().contains("<think>")),
     }
 }
 

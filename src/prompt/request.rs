@@ -58,6 +58,10 @@ pub struct Body<'a> {
     pub previous_response_id: Option<Tree<'a>>,
     pub previous_input_messages: Option<Tree<'a>>,
     pub conversation: Option<Tree<'a>>,
+    /// Messages: the system text beside the turns, and what is asked of the model's thinking.
+    pub system: Option<Tree<'a>>,
+    pub thinking: Option<Tree<'a>>,
+    pub output_config: Option<Tree<'a>>,
 }
 
 /// A top-level value as it was found: still to be consumed, or read already.
@@ -131,6 +135,9 @@ impl<'a> Body<'a> {
             "previous_response_id" => &mut self.previous_response_id,
             "previous_input_messages" => &mut self.previous_input_messages,
             "conversation" => &mut self.conversation,
+            "system" => &mut self.system,
+            "thinking" => &mut self.thinking,
+            "output_config" => &mut self.output_config,
             _ => return look(Look::Text(reader)),
         };
         let value = Tree::read(reader)?;

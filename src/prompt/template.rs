@@ -64,6 +64,25 @@ impl ChatTemplate {
         &self.source
     }
 
+    /// Whether a system message between others is rendered where it stands, as this engine finds out: by rendering one,
+    /// without the functions that Hugging Face adds. vLLM asks that it is not refused, SGLang that its text appears.
+    pub fn takes_late_system(&self, rules: EngineRules) -> bool {
+        const LATE: &str = "a system text that stands late";
+        let mut environment = self.environment.clone();
+        ["raise_exception", "strftime_now"].iter().for_each(|name| environment.remove_global(name));
+        let message = |role: &str, text: &str| Value::from_pairs([("role", role), ("content", text)]);
+        let turns = [("system", "t"), ("user", "t"), ("system", LATE), ("user", "t")];
+        let messages: Vec<Value> = turns.iter().map(|(role, text)| message(role, text)).collect();
+        let variables =
+            Value::from_pairs([("messages", Value::from(messages)), ("add_generation_prompt", Value::from(false))]);
+        let rendered = environment.get_template(NAME).and_then(|template| template.render(variables));
+        match (rendered, rules) {
+            (Ok(_), EngineRules::Vllm) => true,
+            (Ok(text), EngineRules::Sglang) => text.contains(LATE),
+            (Err(_), _) => false,
+        }
+    }
+
     /// Renders over a map of variables; `bytes_hint` is about how long the text will be.
     pub fn render(&self, variables: Value, bytes_hint: usize) -> Result<String, NoBlocks> {
         let template = self.environment.get_template(NAME).map_err(|error| refusal(&error))?;

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use super::template::ChatTemplate;
 use super::tree::Tree;
-use crate::prompt::NoBlocks;
+use crate::prompt::{EngineRules, NoBlocks};
 
 /// Recorded by `tests/differential/record_templates.py`; the first line is the context of all others.
 const FEATURES: &str = include_str!("../../tests/fixtures/templates/features.jsonl");
@@ -76,4 +76,27 @@ fn b23_templates_print_what_python_prints() {
         }
     }
     assert!(wrong.is_empty(), "{} differ\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// Expected of the fixtures: what Jinja says to the same probe, bare as the engines' own is.
+#[test]
+fn whether_a_late_system_message_stays_where_it_is() {
+    let check = |template: &str, expected: [bool; 2]| {
+        let template = ChatTemplate::compile(template, clock()).unwrap();
+        let found = [EngineRules::Vllm, EngineRules::Sglang].map(|rules| template.takes_late_system(rules));
+        assert_eq!(found, expected, "{}", &template.source()[..template.source().len().min(200)]);
+    };
+    check(include_str!("../../tests/fixtures/templates/llama3_1_tools.jinja"), [true, true]);
+    // It asks for the time, which the probe has not.
+    check(include_str!("../../tests/fixtures/templates/gptoss.jinja"), [false, false]);
+    check("{% for m in messages %}{{ m.content }}{% endfor %}", [true, true]);
+    check(
+        "{% for m in messages %}{% if loop.first or m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}",
+        [true, false],
+    );
+    check(
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}{% endfor %}",
+        [false, false],
+    );
+    check("{% for m in messages %}{{ bos_token + m.content }}{% endfor %}", [false, false]);
 }

@@ -160,6 +160,39 @@ impl<'a> Tree<'a> {
         }
     }
 
+    /// Appends the value as JSON without spaces. Integers keep their digits; what JSON cannot say of a float is null.
+    pub fn write_json(&self, out: &mut Vec<u8>) {
+        match self {
+            Tree::Null => out.extend_from_slice(b"null"),
+            Tree::Bool(value) => out.extend_from_slice(if *value { b"true" } else { b"false" }),
+            Tree::Integer(digits) => out.extend_from_slice(digits.as_bytes()),
+            Tree::Float(value) => write_with_serde(out, value),
+            Tree::Text(text) => write_with_serde(out, text),
+            Tree::List(items) => {
+                out.push(b'[');
+                for (index, item) in items.iter().enumerate() {
+                    if index > 0 {
+                        out.push(b',');
+                    }
+                    item.write_json(out);
+                }
+                out.push(b']');
+            }
+            Tree::Map(map) => {
+                out.push(b'{');
+                for (index, (key, value)) in map.0.iter().enumerate() {
+                    if index > 0 {
+                        out.push(b',');
+                    }
+                    write_with_serde(out, key);
+                    out.push(b':');
+                    value.write_json(out);
+                }
+                out.push(b'}');
+            }
+        }
+    }
+
     /// The template's view of the value.
     pub fn to_value(&self) -> Value {
         match self {
@@ -172,6 +205,10 @@ impl<'a> Tree<'a> {
             Tree::Map(map) => map.to_value(),
         }
     }
+}
+
+fn write_with_serde(out: &mut Vec<u8>, value: &(impl serde::Serialize + ?Sized)) {
+    serde_json::to_writer(out, value).expect("strings and floats are always written to memory");
 }
 
 /// A tree looked through as text is.

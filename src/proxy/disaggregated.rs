@@ -7,6 +7,7 @@ use std::rc::Rc;
 use infera_shards::{Request, Responder};
 use tracing::debug;
 
+use super::dialect::Dialect;
 use super::direct::Named;
 use super::exchange::{Route, back_off, named_model};
 use super::held::Held;
@@ -54,6 +55,8 @@ pub(super) struct Paired {
     pub request: Request,
     /// Absent for a body that is no JSON.
     pub outline: Option<Outline>,
+    /// How decode's answer reaches the client.
+    pub dialect: Dialect,
 }
 
 /// Boxed as it comes: what it holds is large and goes on into parts of its own.
@@ -63,11 +66,12 @@ pub(super) async fn serve(
     responder: &mut Responder,
     watched: &Watched<'_>,
 ) -> Result<Outcome, ApiError> {
-    let Paired { endpoint, route, request, outline } = *paired;
+    let Paired { endpoint, route, request, outline, dialect } = *paired;
     let received = request.received;
     let (members, pins, sequences) = legs_facts(endpoint, &request, outline)?;
     service.retry_budget.request();
-    let mut job = Some(Job { request: Rc::new(request), members, endpoint, received });
+    let is_translated = dialect.is_translated();
+    let mut job = Some(Job { request: Rc::new(request), members, endpoint, received, is_translated });
     let mut tried = Tried::default();
     let mut held: Option<Held> = None;
     loop {
@@ -90,7 +94,8 @@ pub(super) async fn serve(
             "pair"
         );
         watched.asks_pair(&pair.prefill.handles, &pair.decode.handles, ids.room());
-        let mut attempt = Attempt { service, pair, ids, failed_before: tried.attempts(), watched };
+        let failed_before = tried.attempts();
+        let mut attempt = Attempt { service, pair, ids, failed_before, dialect: &dialect, watched };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }

@@ -4,21 +4,25 @@
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::StatusCode;
 use infera_shards::{
-    Head, RelayOutcome, Request, Responder, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse, boxed,
-    time,
+    Head, RelayOutcome, Request, Responder, Response, UpstreamError, UpstreamErrorKind, UpstreamRequest,
+    UpstreamResponse, boxed, time,
 };
 use tracing::{debug, warn};
 
 use super::access::{self, Ended};
+use super::count as counting;
+use super::dialect::{Dialect, is_stream};
 use super::direct::{self, Named};
 use super::disaggregated::{self, Paired};
+use super::messages::{self, Chat, Said, Trouble, is_by_load};
 use super::metrics::{Outcome, RequestMetrics, RouterLabel};
 use super::pick::{NoPick, Picked, Wish, pick};
 use super::prompts::{self, Prompts, Unfinished};
 use super::reading::Reading;
-use super::relay::{StreamObserver, as_it_came, count, is_stream};
+use super::relay::{StreamObserver, count};
 use super::service::{RouterService, answer};
 use super::silence::Watched;
 use super::stages::Stage;
@@ -65,32 +69,46 @@ impl Drop for Record<'_> {
 /// What happens before the answer and what happens without one live in futures of their own, on the heap: a stream that
 /// is relayed for minutes keeps only the relay's state.
 pub(super) async fn serve(service: &RouterService, endpoint: Endpoint, request: Request, responder: &mut Responder) {
+    if endpoint == Endpoint::CountTokens
+        && let Some(counted) = Box::pin(counting::of_messages(service, &request)).await
+    {
+        answer(counted, responder).await;
+        return;
+    }
     let received = request.received;
+    let dialect = Dialect::of(&endpoint);
     let mut record = Record::start(&service.shared.metrics, received);
     let cap = service.live().caps.total;
     if let Some(cap) = cap
         && service.shared.metrics.inflight() > cap
     {
-        record.outcome = Box::pin(refuse(ApiError::too_many(cap), responder)).await;
+        record.outcome = Box::pin(refuse(&dialect, ApiError::too_many(cap), responder)).await;
         return;
     }
     let watched = Watched::new(&service.streams);
     record.outcome = match boxed(|| attempts(service, endpoint, request, &watched)).await {
-        Ok(Served::ByOne(picked, response)) => relay(service, &picked, response, responder, (received, &watched)).await,
+        Ok(Served::ByOne(picked, response, dialect)) => {
+            relay(service, &picked, (response, &dialect), responder, (received, &watched)).await
+        }
         Ok(Served::ByAPair(paired)) => {
             record.serve_as(RouterLabel::Disagg);
             match boxed(|| disaggregated::serve(service, paired, responder, &watched)).await {
                 Ok(outcome) => outcome,
-                Err(error) => Box::pin(refuse(error, responder)).await,
+                Err(error) => Box::pin(refuse(&dialect, error, responder)).await,
             }
         }
-        Err(error) => Box::pin(refuse(error, responder)).await,
+        Ok(Served::Refused(refusal)) => Box::pin(send_refusal(refusal, responder)).await,
+        Err(error) => Box::pin(refuse(&dialect, error, responder)).await,
     };
 }
 
-async fn refuse(error: ApiError, responder: &mut Responder) -> Outcome {
-    let outcome = if error.status().is_client_error() { Outcome::ClientError } else { Outcome::Error };
-    let is_told = answer(error.into_response(), responder).await;
+async fn refuse(dialect: &Dialect, error: ApiError, responder: &mut Responder) -> Outcome {
+    send_refusal(dialect.refusal(error), responder).await
+}
+
+async fn send_refusal(refusal: Response, responder: &mut Responder) -> Outcome {
+    let outcome = if refusal.status.is_client_error() { Outcome::ClientError } else { Outcome::Error };
+    let is_told = answer(refusal, responder).await;
     if is_told { outcome } else { Outcome::StreamFailed }
 }
 
@@ -132,7 +150,9 @@ impl Route {
 #[allow(clippy::large_enum_variant)]
 enum Served {
     /// One worker, whose answer has begun.
-    ByOne(Picked, UpstreamResponse),
+    ByOne(Picked, UpstreamResponse, Dialect),
+    /// A worker's refusal, as the client is to have it.
+    Refused(Response),
     /// A prefill and a decode worker, still to be picked.
     ByAPair(Box<Paired>),
 }
@@ -181,7 +201,7 @@ pub(super) fn pool_for_prompt<'a>(
     route: &Route,
     pair: Option<PdEndpoint>,
 ) -> Result<Option<Cow<'a, [u32]>>, ApiError> {
-    if service.shared.settings.policy != Policy::KvAware || route.endpoint == Endpoint::Forward {
+    if service.shared.settings.policy != Policy::KvAware || is_by_load(&route.endpoint) {
         return Ok(None);
     }
     Ok(Some(match pair {
@@ -195,22 +215,29 @@ pub(super) fn pool_for_prompt<'a>(
 /// gone with this future: there is no replay once the answer goes to the client.
 async fn attempts(
     service: &RouterService,
-    endpoint: Endpoint,
-    request: Request,
+    mut endpoint: Endpoint,
+    mut request: Request,
     watched: &Watched<'_>,
 ) -> Result<Served, ApiError> {
+    let mut dialect = Dialect::of(&endpoint);
+    if endpoint == Endpoint::Messages
+        && let Some(translated) = Box::pin(messages::made_for_a_pair(service, &mut request)).await?
+    {
+        (endpoint, dialect) = (Endpoint::ChatCompletions, translated);
+    }
     let Begun { mut route, outline, unfinished, pair } = begin(service, endpoint, &request, watched)?;
     if let Some(unfinished) = unfinished {
         // Boxed: the timer inside is large, and most prompts never come here.
         Box::pin(prompts::finish(service, &mut route.prompts, &request.body, unfinished)).await;
     }
     if let Some(endpoint) = pair {
-        return Ok(Served::ByAPair(Box::new(Paired { endpoint, route, request, outline })));
+        return Ok(Served::ByAPair(Box::new(Paired { endpoint, route, request, outline, dialect })));
     }
     drop(outline);
     service.retry_budget.request();
     let shared = &service.shared;
     let mut tried: Vec<Name> = Vec::new();
+    let mut chat = Chat::default();
     loop {
         let (picked, may_retry) = match next_worker(service, &route, &tried)? {
             Some(next) => next,
@@ -221,8 +248,21 @@ async fn attempts(
             }
         };
         watched.asks(&picked.handles);
-        match send(service, &request, &picked).await {
-            Ok(response) => {
+        let said = match route.endpoint {
+            // Boxed: few requests are of these, and all would carry their room.
+            Endpoint::Messages => Box::pin(messages::send(service, &request, &route.model, &picked, &mut chat)).await,
+            Endpoint::CountTokens => Box::pin(messages::count(service, &request, &picked)).await,
+            _ => {
+                let is_read_here = dialect.is_translated();
+                let outbound = Outbound { is_read_here, ..Outbound::as_it_came(&request) };
+                let sent = send(service, &request, &picked, &outbound).await;
+                sent.map(|response| Said::Begun(response, dialect.clone())).map_err(Trouble::Worker)
+            }
+        };
+        match said {
+            Ok(Said::Refused(status, body)) => return Ok(Served::Refused(messages::refusal(status, body))),
+            Err(Trouble::Request(error)) => return Err(error),
+            Ok(Said::Begun(response, dialect)) => {
                 if let Some(took) = response.connect_time() {
                     service.took(Stage::Connect, took);
                 }
@@ -231,13 +271,13 @@ async fn attempts(
                 if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
                     return match standing {
                         Standing::KeyRefused => Err(ApiError::key_refused(&picked.worker.id)),
-                        _ => Ok(Served::ByOne(picked, response)),
+                        _ => Ok(Served::ByOne(picked, response, dialect)),
                     };
                 }
                 debug!(worker = &*picked.worker.id, status = response.status.as_u16(), "retrying on another worker");
                 shared.retried("status");
             }
-            Err(error) => {
+            Err(Trouble::Worker(error)) => {
                 picked.failed_by(shared, &error);
                 if !(may_retry && service.may_spend_a_retry()) {
                     return Err(worker_error(&picked, &error));
@@ -304,7 +344,7 @@ pub(super) fn wish_for_one<'a>(route: &'a Route, model: &'a Name, pool: &'a [u32
         samples: route.samples,
         session: route.session,
         tried,
-        by_load: route.endpoint == Endpoint::Forward,
+        by_load: is_by_load(&route.endpoint),
     }
 }
 
@@ -326,27 +366,47 @@ fn pool_of<'a>(fleet: &'a Fleet, route: &Route) -> Result<(&'a Name, &'a [u32]),
     match topology {
         Topology::Mixed(pool) => Ok((name, pool)),
         // Paths without a prompt need no pair: any worker of the decode pool answers them.
-        Topology::Disaggregated { decode, .. } if route.endpoint == Endpoint::Forward => Ok((name, decode)),
+        Topology::Disaggregated { decode, .. } if is_by_load(&route.endpoint) => Ok((name, decode)),
         // Left to a gateway that named a mixed worker; pairs are served elsewhere.
         Topology::Disaggregated { .. } => Ok((name, fleet.models.get(named).map_or(&[][..], |pool| &pool.mixed))),
     }
 }
 
-async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Result<UpstreamResponse, UpstreamError> {
+/// What of a request to a worker may differ from the client's.
+pub(super) struct Outbound<'a> {
+    pub target: &'a str,
+    pub body: &'a Bytes,
+    /// The answer is read here: it must not come compressed.
+    pub is_read_here: bool,
+}
+
+impl<'a> Outbound<'a> {
+    pub fn as_it_came(request: &'a Request) -> Self {
+        Self { target: &request.target, body: &request.body, is_read_here: false }
+    }
+}
+
+pub(super) async fn send(
+    service: &RouterService,
+    request: &Request,
+    picked: &Picked,
+    outbound: &Outbound<'_>,
+) -> Result<UpstreamResponse, UpstreamError> {
     let worker = &picked.worker;
     let live = service.live();
-    let edits = live.outbound.for_rank(picked.rank);
+    let headers = &live.outbound;
+    let edits = headers.for_rank(picked.rank);
     let upstream_request = UpstreamRequest {
         address: picked.address,
         tls: worker.tls.as_ref(),
         authority: &worker.authority,
         method: &request.method,
         path_prefix: &worker.base_path,
-        target: &request.target,
+        target: outbound.target,
         headers: Some(&request.head),
-        remove: edits.remove(),
+        remove: if outbound.is_read_here { headers.removed_of_leg(true) } else { edits.remove() },
         set: edits.set(),
-        body: std::slice::from_ref(&request.body),
+        body: std::slice::from_ref(outbound.body),
     };
     service.context.upstream.send(&upstream_request).await
 }
@@ -354,7 +414,7 @@ async fn send(service: &RouterService, request: &Request, picked: &Picked) -> Re
 async fn relay(
     service: &RouterService,
     picked: &Picked,
-    response: UpstreamResponse,
+    (response, dialect): (UpstreamResponse, &Dialect),
     responder: &mut Responder,
     (received, watched): (Instant, &Watched<'_>),
 ) -> Outcome {
@@ -366,7 +426,11 @@ async fn relay(
     }
     let is_stream = is_stream(&response) && status.is_success();
     let mut observer = StreamObserver::of_a_worker(is_stream, watched).queueing(picked.take_queued());
-    let relayed = responder.relay(response, as_it_came(is_stream, &mut observer)).await;
+    let relayed = match dialect.is_translated() {
+        true => dialect.passing(response, responder, &mut observer).await,
+        // Not boxed: this is what a stream that is relayed for minutes holds.
+        false => responder.relay(response, dialect.as_it_came(is_stream, &mut observer)).await,
+    };
     if let Some(first_byte) = observer.answer.first_byte() {
         service.took(Stage::FirstByte, first_byte.duration_since(picked.at));
     }

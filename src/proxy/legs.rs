@@ -13,6 +13,7 @@ use infera_shards::{Responder, UpstreamError, UpstreamResponse, boxed};
 use tracing::{debug, warn};
 
 use super::cleanup::{self, LegCall, PairGuard};
+use super::dialect::Dialect;
 use super::held::{Held, PrefillLeg};
 use super::leg_end::{Blame, LegFailure, PrefillEnd, PrefillFuture, prefill_to_its_end};
 use super::metrics::Outcome;
@@ -35,6 +36,8 @@ pub(super) struct Job {
     pub members: Members,
     pub endpoint: PdEndpoint,
     pub received: Instant,
+    /// Decode's answer becomes another one on its way to the client.
+    pub is_translated: bool,
 }
 
 /// How one attempt ended.
@@ -54,6 +57,7 @@ pub(super) struct Attempt<'a> {
     pub ids: AttemptIds,
     /// Attempts of the request that failed before this one.
     pub failed_before: usize,
+    pub dialect: &'a Dialect,
     pub watched: &'a Watched<'a>,
 }
 
@@ -99,7 +103,7 @@ impl Attempt<'_> {
             rank: picked.rank,
             request: job.request.clone(),
             leg,
-            is_read_here: role == Role::Prefill,
+            is_read_here: role == Role::Prefill || job.is_translated,
             // Where one call ends both legs, nobody asks how far they have come.
             progress: (!self.has_abort_call()).then(Rc::default),
         }
@@ -232,7 +236,7 @@ async fn concurrent(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder:
     attempt.served();
     attempt.pair.prefill.prompt_done();
     let answering = attempt.answering(received, &guard.is_complete);
-    let answer = relay_decode(response, responder, answering, |context| {
+    let answer = relay_decode(response, attempt.dialect, responder, answering, |context| {
         // Decode has begun to answer: what the prefill leg still says changes nothing for the client.
         match poll_beside(&mut prefill, context) {
             Some(PrefillEnd::Done(_)) => attempt.pair.prefill.succeeded(),
@@ -357,7 +361,7 @@ async fn answered_badly(
         attempt.service.shared.retried("status");
         return Ending::Retry { role, worker: worker.clone(), held };
     }
-    let outcome = relay_refusal(answer, responder).await;
+    let outcome = relay_refusal(answer, attempt.dialect, responder).await;
     // Decode answers, so it may well take the short request that frees the KV.
     if let Some(held) = held {
         held.release_through(attempt);
@@ -413,7 +417,9 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         Ok(response) if response.status.is_success() => {
             drop((held, job.take()));
             attempt.served();
-            let answer = relay_decode(response, responder, attempt.answering(received, &Cell::default()), |_| ()).await;
+            let is_complete = Cell::default();
+            let answering = attempt.answering(received, &is_complete);
+            let answer = relay_decode(response, attempt.dialect, responder, answering, |_| ()).await;
             attempt.answered(&answer);
             Ending::Answered(answer.outcome)
         }

@@ -5,7 +5,9 @@
 mod access;
 mod budget;
 mod cleanup;
+mod count;
 mod demand;
+mod dialect;
 mod direct;
 mod disaggregated;
 mod exchange;
@@ -16,6 +18,7 @@ mod keys;
 mod leg_end;
 mod legs;
 mod live;
+mod messages;
 mod metrics;
 mod observe;
 mod pair;

@@ -39,7 +39,7 @@ impl AnswerObserver {
         self.first_byte
     }
 
-    /// The last complete `usage` seen; absent when the worker sent none.
+    /// The counts last seen in a complete `usage`; absent when the worker sent none.
     pub fn usage(&self) -> Option<Usage> {
         self.usage
     }
@@ -63,7 +63,15 @@ impl AnswerObserver {
         while let Some(at) = FINDER.find(piece) {
             let value = &piece[at + KEY.len()..];
             match parse_usage(value) {
-                Parsed::Complete(usage) => self.usage = Some(usage),
+                Parsed::Complete(usage) => {
+                    // A message's stream tells the one at its start and the other at its end.
+                    let before = self.usage.unwrap_or_default();
+                    let newer = |count: u64, before: u64| if count > 0 { count } else { before };
+                    self.usage = Some(Usage {
+                        prompt_tokens: newer(usage.prompt_tokens, before.prompt_tokens),
+                        completion_tokens: newer(usage.completion_tokens, before.completion_tokens),
+                    });
+                }
                 Parsed::Unfinished if value.len() < USAGE_BYTES_MAX => {
                     self.carry = piece[at..].to_vec();
                     self.collecting = true;
@@ -113,6 +121,11 @@ fn parse_usage(value: &[u8]) -> Parsed {
         input_tokens: Option<u64>,
         #[serde(default)]
         output_tokens: Option<u64>,
+        // A message's `input_tokens` are those that were not cached.
+        #[serde(default)]
+        cache_read_input_tokens: Option<u64>,
+        #[serde(default)]
+        cache_creation_input_tokens: Option<u64>,
     }
     let mut rest = value.trim_ascii_start();
     match rest.split_first() {
@@ -128,7 +141,12 @@ fn parse_usage(value: &[u8]) -> Parsed {
     let mut documents = serde_json::Deserializer::from_slice(rest).into_iter::<Counts>();
     match documents.next() {
         Some(Ok(counts)) => Parsed::Complete(Usage {
-            prompt_tokens: counts.prompt_tokens.or(counts.input_tokens).unwrap_or(0),
+            prompt_tokens: counts
+                .prompt_tokens
+                .or(counts.input_tokens)
+                .unwrap_or(0)
+                .saturating_add(counts.cache_read_input_tokens.unwrap_or(0))
+                .saturating_add(counts.cache_creation_input_tokens.unwrap_or(0)),
             completion_tokens: counts.completion_tokens.or(counts.output_tokens).unwrap_or(0),
         }),
         Some(Err(error)) if error.is_eof() => Parsed::Unfinished,
@@ -167,6 +185,11 @@ mod tests {
         check(
             r#"{"usage":{"input_tokens":5,"output_tokens":6,"prompt_tokens_details":{"cached_tokens":4}}}"#,
             Some((5, 6)),
+        );
+        check(
+            "data: {\"message\":{\"usage\":{\"input_tokens\":4,\"cache_read_input_tokens\":3,\"output_tokens\":0}}}\n\n\
+             data: {\"usage\":{\"output_tokens\":9}}\n\n",
+            Some((7, 9)),
         );
         check("data: {\"usage\":{\"prompt_tokens\":1}}\n\ndata: {\"usage\":{\"prompt_tokens\":2}}\n\n", Some((2, 0)));
     }

@@ -214,7 +214,7 @@ fn brings_ids(outline: &Outline) -> bool {
 }
 
 /// What an encoder thread makes of the job, or why none did.
-async fn on_the_pool<T: Send + 'static>(
+pub(super) async fn on_the_pool<T: Send + 'static>(
     service: &RouterService,
     job: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, &'static str> {
@@ -303,7 +303,8 @@ impl Work {
         }
         let endpoint = match endpoint {
             Endpoint::ChatCompletions => prompt::Endpoint::Chat,
-            Endpoint::Responses => prompt::Endpoint::Responses,
+            Endpoint::Responses | Endpoint::InputTokens => prompt::Endpoint::Responses,
+            Endpoint::Messages | Endpoint::CountTokens => prompt::Endpoint::Messages,
             _ => prompt::Endpoint::Completions,
         };
         Work { endpoint, wanted, variants, estimates: service.shared.steering.demand.is_some() }

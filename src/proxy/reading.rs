@@ -3,6 +3,7 @@
 
 use infera_shards::Request;
 
+use super::messages::is_by_load;
 use super::service::RouterService;
 use crate::api::{self, ApiError, Endpoint};
 use crate::limits;
@@ -29,7 +30,7 @@ impl<'a> Reading<'a> {
     /// Reads the body once; one that only Python could read, or nobody, is looked at again without its prompt.
     pub fn of(service: &RouterService, endpoint: &Endpoint, request: &'a Request) -> Result<Self, ApiError> {
         let body = &request.body;
-        if *endpoint == Endpoint::Forward {
+        if is_by_load(endpoint) {
             let outline = Outline::read(body).ok();
             let model = forwarded_model(request, outline.as_ref());
             let is_stream = outline.as_ref().is_some_and(|outline| RoutingFields::of(outline).stream);
@@ -62,8 +63,11 @@ impl<'a> Reading<'a> {
         let fields = RoutingFields::of(&outline);
         let is_stream = fields.stream;
         let model = fields.model.map(|model| model.into_owned()).unwrap_or_default();
-        // A Responses request has one sample: `n` means nothing there.
-        let samples = if *endpoint == Endpoint::Responses { 1 } else { fields.samples.count() };
+        let samples = match endpoint {
+            Endpoint::ChatCompletions | Endpoint::Completions => fields.samples.count(),
+            // Others have one sample: `n` means nothing there.
+            _ => 1,
+        };
         Self { model, is_stream, samples, facts, outline: Some(outline), prompt }
     }
 }

@@ -3,41 +3,24 @@
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use http::{HeaderName, HeaderValue, StatusCode};
-use infera_shards::{BodyObserver, Relay, RelayOutcome, Responder, UpstreamResponse};
+use http::StatusCode;
+use infera_shards::{BodyObserver, RelayOutcome, Responder, UpstreamResponse};
 use tracing::warn;
 
 use super::access::{self, Ended, Tally};
+use super::dialect::{Dialect, is_stream};
 use super::metrics::Outcome;
 use super::observe::AnswerObserver;
 use super::service::{Handles, answer};
 use super::silence::Watched;
-use crate::api::{self, ApiError};
+use crate::api::ApiError;
 use crate::load::QueuedBlocks;
 use crate::pd::{Completion, StreamFailure};
 use crate::worker::Name;
-
-/// Set on streams: a proxy in front of this one must not collect them.
-static UNBUFFERED: [(HeaderName, HeaderValue); 1] =
-    [(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"))];
-
-pub(super) fn is_stream(response: &UpstreamResponse) -> bool {
-    response.head.get("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"))
-}
-
-/// How an answer goes to the client: as it came, a stream with its header and with a notice should its worker cut it.
-pub(super) fn as_it_came(is_stream: bool, observer: &mut dyn BodyObserver) -> Relay<'_> {
-    Relay {
-        set: if is_stream { &UNBUFFERED } else { &[] },
-        remove: &[],
-        observer,
-        cut_notice: is_stream.then(api::stream_error_event),
-    }
-}
 
 /// Who answers, and whose figures the answer belongs to.
 pub(super) struct Answering<'a> {
@@ -132,25 +115,22 @@ impl BodyObserver for StreamObserver<'_> {
 /// Relays a successful decode answer. `beside` is polled along with it: the other leg goes on meanwhile.
 pub(super) async fn relay_decode(
     response: UpstreamResponse,
+    dialect: &Dialect,
     responder: &mut Responder,
     answering: Answering<'_>,
-    mut beside: impl FnMut(&mut Context<'_>),
+    beside: impl FnMut(&mut Context<'_>),
 ) -> Answer {
     let status = response.status;
     access::note(|line| line.status = Some(status));
     let is_stream = is_stream(&response);
     let worker = answering.decode_worker;
     let mut observer = StreamObserver::of_decode(is_stream, &answering);
-    let outcome = {
-        let mut relaying = pin!(responder.relay(response, as_it_came(is_stream, &mut observer)));
-        poll_fn(|context| {
-            let outcome = relaying.as_mut().poll(context);
-            if outcome.is_pending() {
-                beside(context);
-            }
-            outcome
-        })
-        .await
+    let outcome = match dialect.is_translated() {
+        true => relay_beside(dialect.passing(response, responder, &mut observer), beside).await,
+        false => {
+            let relaying = pin!(responder.relay(response, dialect.as_it_came(is_stream, &mut observer)));
+            relay_beside(relaying, beside).await
+        }
     };
     let failure = observer.failure();
     match outcome {
@@ -169,7 +149,12 @@ pub(super) async fn relay_decode(
         RelayOutcome::UpstreamFailed(error) => {
             access::note(|line| line.ended = Ended::Cut);
             warn!(worker = &**worker, phase = error.phase(), %error, "an answer was cut by its decode worker");
-            answer_if_possible(responder, format!("decode worker {worker} failed ({}): {error}", error.phase())).await;
+            answer_if_possible(
+                dialect,
+                responder,
+                format!("decode worker {worker} failed ({}): {error}", error.phase()),
+            )
+            .await;
             Answer { outcome: Outcome::Error, is_whole: false, failure: Some(StreamFailure::Worker) }
         }
         RelayOutcome::ClientGone => {
@@ -178,20 +163,32 @@ pub(super) async fn relay_decode(
     }
 }
 
+async fn relay_beside(
+    mut relaying: impl Future<Output = RelayOutcome> + Unpin,
+    mut beside: impl FnMut(&mut Context<'_>),
+) -> RelayOutcome {
+    poll_fn(|context| {
+        let outcome = Pin::new(&mut relaying).poll(context);
+        if outcome.is_pending() {
+            beside(context);
+        }
+        outcome
+    })
+    .await
+}
+
 /// Passes on an answer that ends the request as it is: a leg's refusal, in its own words.
-pub(super) async fn relay_refusal(response: UpstreamResponse, responder: &mut Responder) -> Outcome {
+pub(super) async fn relay_refusal(response: UpstreamResponse, dialect: &Dialect, responder: &mut Responder) -> Outcome {
     let status = response.status;
     access::note(|line| line.status = Some(status));
-    let mut observer = Counted(Tally::of_current());
-    let relay = Relay { set: &[], remove: &[], observer: &mut observer, cut_notice: None };
-    match responder.relay(response, relay).await {
+    match dialect.passing(response, responder, &mut Counted(Tally::of_current())).await {
         RelayOutcome::Complete => {
             access::note(|line| line.ended = Ended::Complete);
             Outcome::from(status)
         }
         RelayOutcome::UpstreamFailed(error) => {
             access::note(|line| line.ended = Ended::Cut);
-            answer_if_possible(responder, format!("a worker failed inside its refusal: {error}")).await;
+            answer_if_possible(dialect, responder, format!("a worker failed inside its refusal: {error}")).await;
             Outcome::Error
         }
         RelayOutcome::ClientGone => Outcome::StreamFailed,
@@ -209,10 +206,10 @@ impl BodyObserver for Counted {
     }
 }
 
-async fn answer_if_possible(responder: &mut Responder, reason: String) {
+async fn answer_if_possible(dialect: &Dialect, responder: &mut Responder, reason: String) {
     if !responder.started() {
         // A client that has left needs no answer.
-        answer(ApiError::WorkerFailed { reason }.into_response(), responder).await;
+        answer(dialect.refusal(ApiError::WorkerFailed { reason }), responder).await;
     }
 }
 

@@ -15,6 +15,8 @@ use serde_json::json;
 use super::access::{self, AccessSink, Ended};
 use super::budget::RetryBudget;
 use super::cleanup::ShardSide;
+use super::count;
+use super::dialect::Dialect;
 use super::exchange;
 use super::explain;
 use super::live::{LiveCopy, LiveSettings};
@@ -178,11 +180,14 @@ impl RouterService {
                 Err(error) => error.into_response(),
             },
             Endpoint::CacheView(worker_id) => self.cache_view(worker_id, &request.target).await,
+            Endpoint::InputTokens => count::of_responses(self, &request).await,
             Endpoint::WrongMethod(allow) => ApiError::WrongMethod { allow }.into_response(),
             Endpoint::Unknown
             | Endpoint::ChatCompletions
             | Endpoint::Completions
             | Endpoint::Responses
+            | Endpoint::Messages
+            | Endpoint::CountTokens
             | Endpoint::Forward => {
                 let path = request.target.split('?').next().unwrap_or_default();
                 ApiError::NotFound(format!("no such path: {} {path}", request.method)).into_response()
@@ -248,7 +253,7 @@ impl Service for RouterService {
                 };
             }
             Ok(endpoint) => Box::pin(self.local(endpoint, request)).await,
-            Err(error) => error.into_response(),
+            Err(refusal) => refusal,
         };
         let answered = async {
             answer(response, responder).await;
@@ -268,8 +273,8 @@ impl Service for RouterService {
 }
 
 impl RouterService {
-    /// What the request asks for, if it may.
-    fn admitted(&self, request: &Request) -> Result<Endpoint, ApiError> {
+    /// What the request asks for, if it may; else the answer that says so.
+    fn admitted(&self, request: &Request) -> Result<Endpoint, Response> {
         let mut endpoint = api::endpoint(&request.method, &request.target);
         if !self.surface.answers(&endpoint) {
             endpoint = Endpoint::Unknown;
@@ -278,7 +283,7 @@ impl RouterService {
         let is_open = matches!(endpoint, Endpoint::Health | Endpoint::Ready | Endpoint::Metrics | Endpoint::Dashboard);
         if !is_open && !self.live().client_keys.admit(&request.head) {
             self.shared.metrics.refused_key();
-            return Err(ApiError::WrongKey);
+            return Err(Dialect::of(&endpoint).refusal(ApiError::WrongKey));
         }
         Ok(endpoint)
     }

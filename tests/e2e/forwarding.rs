@@ -1,5 +1,8 @@
 //! What reaches the worker is what the client sent, and what reaches the client is what the worker answered.
 
+use loadgen::engine::{Engine, EngineConfig};
+use serde_json::json;
+
 use crate::support::client::{self, Connection};
 use crate::support::router::router;
 use crate::support::worker::{Then, json_worker, worker};
@@ -144,6 +147,36 @@ fn other_paths_go_to_a_worker_of_the_named_model_by_load() {
     let answer = router.post("/v1/embeddings", r#"{"input":"x"}"#);
     assert_eq!((answer.status, answer.json()["error"]["code"].as_str()), (400, Some("model_required")));
     assert_eq!(router.post("/v1/embeddings", r#"{"model":"absent"}"#).status, 404);
+}
+
+#[test]
+fn the_engines_own_paths_that_serve_a_model_are_passed_on_and_no_others() {
+    let engine = Engine::start(EngineConfig::default()).unwrap();
+    let router = router().args(&["--worker", &engine.worker_flag()]).ready();
+    // One model: none has to be named.
+    let tokens = router.post("/tokenize", r#"{"prompt":"one two three"}"#).json();
+    assert!(tokens["count"].as_u64().unwrap() > 2, "{tokens}");
+    let text = router.post("/detokenize", &json!({"model": "demo", "tokens": tokens["tokens"]}).to_string()).json();
+    assert_eq!(text["prompt"], "one two three");
+    let pair = r#"{"model":"demo","text_1":"a","text_2":"b"}"#;
+    let scored = router.post("/score", pair).json();
+    assert_eq!(scored["data"][0]["score"], router.post("/v1/score", pair).json()["data"][0]["score"]);
+    let ranked = r#"{"model":"demo","query":"q","documents":["a","b"]}"#;
+    for path in ["/rerank", "/v1/rerank", "/v2/rerank"] {
+        assert_eq!(router.post(path, ranked).json()["results"].as_array().unwrap().len(), 2, "{path}");
+    }
+    for path in ["/pooling", "/classify", "/v1/embeddings"] {
+        let answer = router.post(path, r#"{"model":"demo","input":["a","b"]}"#).json();
+        assert_eq!(answer["data"].as_array().unwrap().len(), 2, "{path}: {answer}");
+    }
+    assert_eq!(router.post("/score", r#"{"model":"absent"}"#).status, 404);
+    assert_eq!(router.get("/score").status, 405);
+    // What changes an engine is not for clients.
+    for path in ["/reset_prefix_cache", "/flush_cache", "/abort_request", "/admin/faults", "/sleep", "/score/x"] {
+        let answer = router.post(path, "{}");
+        assert_eq!((answer.status, answer.json()["error"]["code"].as_str()), (404, Some("not_found")), "{path}");
+    }
+    router.wait_for_rest();
 }
 
 #[test]

@@ -29,6 +29,7 @@ mod leaving;
 mod lifecycle;
 mod limits;
 mod memory;
+mod messages;
 mod official_client;
 mod parity;
 mod pd;

@@ -32,6 +32,9 @@ pub struct EngineArguments {
     /// Do not answer /tokenize.
     #[arg(long)]
     no_tokenize: bool,
+    /// Do not answer /v1/messages, as engines of before did not.
+    #[arg(long)]
+    no_messages: bool,
     /// Engines to run in this process; with fixed ports, each next one takes the port after.
     #[arg(long, default_value_t = 1)]
     engines: u16,
@@ -138,6 +141,7 @@ impl EngineArguments {
             faults: Faults { fail_rate: self.fail_rate, ..Faults::default() },
             chat_template_kwargs: self.default_chat_template_kwargs.0.clone(),
             tokenizes: !self.no_tokenize,
+            speaks_messages: !self.no_messages,
             disagg: self.role.zip(self.protocol).map(|(role, protocol)| Disagg::new(role, protocol)),
         }
     }

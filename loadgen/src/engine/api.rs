@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::core::Engine;
 use super::events::EngineStyle;
-use super::{disagg, generate, shapes};
+use super::{disagg, generate, messages, pooling, shapes};
 use crate::net::server::{Request, RequestError, read_request, response};
 use crate::net::stream::{Reader, Writer, split};
 
@@ -128,6 +128,12 @@ async fn handle(engine: &Rc<Engine>, connection: &mut Connection, request: &Requ
         ("POST", "/v1/chat/completions") => generate::respond(engine, connection, request, generate::Kind::Chat).await,
         ("POST", "/v1/completions") => generate::respond(engine, connection, request, generate::Kind::Text).await,
         ("POST", "/v1/responses") => generate::respond(engine, connection, request, generate::Kind::Responses).await,
+        ("POST", "/v1/messages") if engine.config.speaks_messages => {
+            generate::respond(engine, connection, request, generate::Kind::Messages).await
+        }
+        ("POST", "/v1/messages/count_tokens") if engine.config.speaks_messages => {
+            count_tokens(engine, connection, request).await
+        }
         ("GET" | "HEAD", "/health" | "/health_generate") => {
             let status = if engine.faults.borrow().unhealthy { 503 } else { 200 };
             connection.answer_bytes(request, status, "text/plain", b"").await
@@ -166,6 +172,10 @@ async fn handle(engine: &Rc<Engine>, connection: &mut Connection, request: &Requ
             connection.answer(request, 200, &body).await
         }
         ("POST", "/admin/faults") => set_faults(engine, connection, request).await,
+        ("POST", _) if let Some(answer) = pooling::answer(engine, request) => match answer {
+            Ok(body) => connection.answer(request, 200, &body).await,
+            Err(error) => connection.refuse(request, &error).await,
+        },
         _ => {
             let error = shapes::ApiError::new(404, "NotFoundError", "Not Found");
             connection.refuse(request, &error).await
@@ -199,6 +209,17 @@ async fn tokenize(engine: &Rc<Engine>, connection: &mut Connection, request: &Re
             connection.answer(request, 200, &body).await
         }
         Err(error) => connection.refuse(request, &error).await,
+    }
+}
+
+async fn count_tokens(engine: &Rc<Engine>, connection: &mut Connection, request: &Request) -> Result<(), Closed> {
+    let counted = shapes::parse_body(&request.body).and_then(|body| {
+        let chat = messages::as_chat(&body).ok_or_else(|| shapes::ApiError::bad_request("`messages` is required"))?;
+        engine.chat_ids(&chat).map_err(|error| shapes::ApiError::bad_request(&error.to_string()))
+    });
+    match counted {
+        Ok(tokens) => connection.answer(request, 200, &json!({"input_tokens": tokens.len()})).await,
+        Err(error) => connection.answer(request, error.status, &messages::error_body(&error)).await,
     }
 }
 

@@ -10,6 +10,7 @@ use super::api::{Closed, Connection};
 use super::content::Spelled;
 use super::core::{Engine, Progress};
 use super::disagg::{self, DecodeOutcome, HeldKv, Plan};
+use super::messages;
 use super::responses;
 use super::scheduler::NewSequence;
 use super::shapes::{self, ApiError};
@@ -20,12 +21,13 @@ use crate::prompt;
 /// Most samples, over all prompts of a body.
 const CHOICES_MAX: usize = 128;
 
-/// Which OpenAI endpoint.
+/// Which endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Chat,
     Text,
     Responses,
+    Messages,
 }
 
 impl Kind {
@@ -34,6 +36,7 @@ impl Kind {
             Kind::Chat => "chatcmpl-",
             Kind::Text => "cmpl-",
             Kind::Responses => "resp_",
+            Kind::Messages => "msg_",
         }
     }
 }
@@ -94,6 +97,9 @@ pub(super) async fn respond(
     });
     let (mut job, plan) = match read {
         Ok(read) => read,
+        Err(error) if kind == Kind::Messages => {
+            return connection.answer(request, error.status, &messages::error_body(&error)).await;
+        }
         Err(error) => return connection.refuse(request, &error).await,
     };
     if !matches!(plan, Plan::Decode(_)) {
@@ -213,9 +219,13 @@ fn read_job(engine: &Engine, request: &Request, kind: Kind, body: &Value) -> Res
             let chat = responses::as_chat(body).ok_or_else(|| ApiError::bad_request("`input` is required"))?;
             vec![engine.chat_ids(&chat).map_err(|error| ApiError::bad_request(&error.to_string()))?]
         }
+        Kind::Messages => {
+            let chat = messages::as_chat(body).ok_or_else(|| ApiError::bad_request("`messages` is required"))?;
+            vec![engine.chat_ids(&chat).map_err(|error| ApiError::bad_request(&error.to_string()))?]
+        }
     };
     let samples = match &body["n"] {
-        _ if kind == Kind::Responses => 1,
+        _ if matches!(kind, Kind::Responses | Kind::Messages) => 1,
         Value::Null => 1,
         n => n.as_u64().filter(|n| *n >= 1).ok_or_else(|| ApiError::bad_request("`n` must be at least 1"))? as usize,
     };
@@ -407,6 +417,12 @@ async fn stream(
                     out.extend_from_slice(LAST_CHUNK);
                     return connection.write(out).await;
                 }
+                if job.kind == Kind::Messages {
+                    messages::aborted(&mut events);
+                    push_chunk(&mut out, &events);
+                    out.extend_from_slice(LAST_CHUNK);
+                    return connection.write(out).await;
+                }
                 reply.event(&mut events, job.kind, piece(job.kind, 0, "", Some("abort")), None);
                 open = 0;
                 break;
@@ -418,13 +434,18 @@ async fn stream(
                 }
                 whole.push_str(text);
                 reply.responses_event(&mut events, "response.output_text.delta", json!({"delta": text}));
+            } else if job.kind == Kind::Messages {
+                if !std::mem::replace(&mut opened[choice], true) {
+                    messages::start(&mut events, &reply.id, &reply.model, reply.prompt_tokens);
+                }
+                messages::word(&mut events, text);
             } else if job.kind == Kind::Chat && !std::mem::replace(&mut opened[choice], true) {
                 let role = json!([{"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": null,
                     "finish_reason": null}]);
                 reply.event(&mut events, job.kind, role, None);
             }
             let reason = output.last.then_some(job.finish_reason);
-            if job.kind != Kind::Responses {
+            if !matches!(job.kind, Kind::Responses | Kind::Messages) {
                 reply.event(&mut events, job.kind, piece(job.kind, choice, text, reason), None);
             }
             generated += 1;
@@ -440,6 +461,9 @@ async fn stream(
             let body = responses::body(&reply.id, reply.created, &reply.model, &whole, job.finish_reason, &usage);
             let name = if job.finish_reason == "length" { "response.incomplete" } else { "response.completed" };
             reply.responses_event(&mut events, name, json!({"response": body}));
+        } else if open == 0 && job.kind == Kind::Messages {
+            let usage = reply.usage(generated, cached_per_prompt(&cached, job.samples));
+            messages::end(&mut events, job.finish_reason, &usage);
         } else if open == 0 {
             if job.include_usage {
                 let usage = reply.usage(generated, cached_per_prompt(&cached, job.samples));
@@ -506,6 +530,10 @@ impl Collected {
         if job.kind == Kind::Responses {
             let usage = reply.usage(self.generated, cached_per_prompt(&self.cached, job.samples));
             return responses::body(&reply.id, reply.created, &reply.model, &self.texts.concat(), self.reason, &usage);
+        }
+        if job.kind == Kind::Messages {
+            let usage = reply.usage(self.generated, cached_per_prompt(&self.cached, job.samples));
+            return messages::body(&reply.id, &reply.model, &self.texts.concat(), self.reason, &usage);
         }
         let reason = self.reason;
         let choice = |(index, text): (usize, String)| match job.kind {

@@ -12,7 +12,9 @@ pub mod events;
 pub mod faults;
 mod generate;
 pub mod hash;
+mod messages;
 pub mod pool;
+mod pooling;
 mod publisher;
 pub mod register;
 mod render;
@@ -73,6 +75,8 @@ pub struct EngineConfig {
     pub chat_template_kwargs: Map<String, Value>,
     /// Answer `/tokenize`.
     pub tokenizes: bool,
+    /// Answer `/v1/messages` and `/v1/messages/count_tokens`.
+    pub speaks_messages: bool,
     /// One half of a prefill/decode pair; both halves in one if absent.
     pub disagg: Option<Disagg>,
 }
@@ -99,6 +103,7 @@ impl Default for EngineConfig {
             faults: Faults::default(),
             chat_template_kwargs: Map::new(),
             tokenizes: true,
+            speaks_messages: true,
             disagg: None,
         }
     }

@@ -21,7 +21,7 @@ use http::StatusCode;
 use self::client::Client;
 pub use self::client::ClientGone;
 use self::input::{Ended, Input, Reader, Wait, Watch, Woken, wait};
-pub use self::responder::{BodyObserver, IgnoreBody, Relay, RelayOutcome, Responder};
+pub use self::responder::{BodyObserver, BodyRewriter, IgnoreBody, Relay, RelayOutcome, Responder};
 use crate::buffers;
 use crate::clock::Fired;
 use crate::http1::write::{self, After};

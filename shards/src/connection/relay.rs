@@ -1,11 +1,14 @@
 //! Moves an upstream's answer to the client. It owns the choice of framing towards the client and the rule that a cut
 //! answer is never finished politely; it never holds more than one piece.
 
-use super::responder::{Relay, RelayOutcome, Responder};
+use super::responder::{BodyRewriter, Relay, RelayOutcome, Responder};
 use crate::buffers;
 use crate::http1::response::Framing;
 use crate::http1::write::{self, FramingLine};
 use crate::upstream::{BodyShape, UpstreamError, UpstreamResponse};
+
+/// The last chunk, which says that the answer is whole.
+const FINAL: &[u8] = b"0\r\n\r\n";
 
 pub(super) async fn run(
     responder: &mut Responder,
@@ -66,6 +69,73 @@ pub(super) async fn run(
     }
 }
 
+/// Moves an answer whose body becomes another one. The head goes out with the first piece that has something to say.
+pub(super) async fn run_rewritten(
+    responder: &mut Responder,
+    mut upstream: UpstreamResponse,
+    relay: Relay<'_>,
+    rewriter: &mut dyn BodyRewriter,
+) -> RelayOutcome {
+    if responder.started() {
+        return RelayOutcome::ClientGone;
+    }
+    let is_chunked = !responder.http10;
+    let line = if is_chunked { FramingLine::Chunked } else { FramingLine::None };
+    let after = responder.after(is_chunked);
+    let mut out = buffers::take_large();
+    write::relayed_head(&mut out, upstream.status, &upstream.head, (relay.remove, relay.set), line, after);
+    loop {
+        let mut body = Vec::new();
+        let end = match upstream.next_piece(BodyShape::Plain, &mut *relay.observer).await {
+            Ok(Some(piece)) => {
+                rewriter.rewrite(&piece, &mut body);
+                buffers::give(piece);
+                None
+            }
+            Ok(None) => {
+                let is_whole = rewriter.end(&mut body) && relay.observer.is_whole();
+                Some(if is_whole { Ok(()) } else { Err(upstream.unfinished()) })
+            }
+            Err(error) => {
+                rewriter.end(&mut body);
+                Some(Err(error))
+            }
+        };
+        push_piece(&mut out, &body, is_chunked);
+        if is_chunked && matches!(end, Some(Ok(()))) {
+            out.extend_from_slice(FINAL);
+        }
+        if end.is_some() || !body.is_empty() {
+            responder.begin();
+            if responder.client.write_pooled(std::mem::replace(&mut out, buffers::take_large())).await.is_err() {
+                return RelayOutcome::ClientGone;
+            }
+        }
+        match end {
+            None => {}
+            Some(Ok(())) => {
+                responder.complete();
+                return RelayOutcome::Complete;
+            }
+            Some(Err(error)) => return RelayOutcome::UpstreamFailed(error),
+        }
+    }
+}
+
+/// Appends payload in the framing of an answer of our own making; nothing for nothing.
+fn push_piece(out: &mut Vec<u8>, payload: &[u8], is_chunked: bool) {
+    if payload.is_empty() {
+        return;
+    }
+    if is_chunked {
+        write::chunk_start(out, payload.len());
+    }
+    out.extend_from_slice(payload);
+    if is_chunked {
+        out.extend_from_slice(b"\r\n");
+    }
+}
+
 /// Framing of the pieces, and the head's line that announces it. HTTP/1.0 clients do not know chunks.
 fn framing_towards(responder: &Responder, upstream: &UpstreamResponse) -> (BodyShape, FramingLine) {
     let declared = match upstream.content_length() {
@@ -89,7 +159,6 @@ fn ended_unfinished(
     upstream: &UpstreamResponse,
     relay: &Relay<'_>,
 ) -> Option<bool> {
-    const FINAL: &[u8] = b"0\r\n\r\n";
     if !upstream.framing().is_done() || relay.observer.is_whole() {
         return None;
     }
@@ -127,13 +196,7 @@ async fn cut(
         return RelayOutcome::UpstreamFailed(error);
     }
     let mut out = buffers::take_large();
-    if responder.http10 {
-        out.extend_from_slice(&notice);
-    } else {
-        write::chunk_start(&mut out, notice.len());
-        out.extend_from_slice(&notice);
-        out.extend_from_slice(b"\r\n");
-    }
+    push_piece(&mut out, &notice, !responder.http10);
     if responder.client.write_pooled(out).await.is_err() {
         return RelayOutcome::ClientGone;
     }

@@ -35,6 +35,16 @@ pub trait BodyObserver {
     }
 }
 
+/// Makes another body of an upstream's while it passes.
+pub trait BodyRewriter {
+    /// Appends what a piece of payload becomes, possibly nothing yet. Pieces end where reads end.
+    fn rewrite(&mut self, payload: &[u8], out: &mut Vec<u8>);
+
+    /// Appends what is still to be said when the upstream's body is over, as its framing says or by a failure. False:
+    /// that was not the end of what it carried, and the client does not get a final chunk.
+    fn end(&mut self, out: &mut Vec<u8>) -> bool;
+}
+
 /// Looks at nothing.
 pub struct IgnoreBody;
 
@@ -124,6 +134,17 @@ impl Responder {
         relay: Relay<'a>,
     ) -> impl Future<Output = RelayOutcome> + 'a {
         relay::run(self, upstream, relay)
+    }
+
+    /// The same with another body in the place of the upstream's: payload through `rewriter`, in chunks of our own. What
+    /// is said to a client whose answer was cut is the rewriter's, and [`Relay::cut_notice`] is not used.
+    pub fn relay_rewritten<'a>(
+        &'a mut self,
+        upstream: UpstreamResponse,
+        relay: Relay<'a>,
+        rewriter: &'a mut dyn BodyRewriter,
+    ) -> impl Future<Output = RelayOutcome> + 'a {
+        relay::run_rewritten(self, upstream, relay, rewriter)
     }
 
     pub(super) fn begin(&mut self) {

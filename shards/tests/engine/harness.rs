@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
 use infera_shards::{
-    BodyObserver, DriverChoice, Engine, EngineConfig, Rejection, Relay, RelayOutcome, Request, Responder, Response,
-    Service, ShardContext, ShardStats, TlsName, UpstreamRequest,
+    BodyObserver, BodyRewriter, DriverChoice, Engine, EngineConfig, Rejection, Relay, RelayOutcome, Request, Responder,
+    Response, Service, ShardContext, ShardStats, TlsName, UpstreamRequest,
 };
 
 pub const DRIVERS: [DriverChoice; 2] = [DriverChoice::Auto, DriverChoice::Epoll];
@@ -65,6 +65,25 @@ impl BodyObserver for Record<'_> {
 
 pub fn plain(status: StatusCode, body: impl Into<Vec<u8>>) -> Response {
     Response { status, headers: Vec::new(), body: Bytes::from(body.into()) }
+}
+
+/// Repeats whole lines in capitals; what is left at the end is said with a mark, and only a whole line is a whole body.
+#[derive(Default)]
+struct Shout(Vec<u8>);
+
+impl BodyRewriter for Shout {
+    fn rewrite(&mut self, payload: &[u8], out: &mut Vec<u8>) {
+        self.0.extend_from_slice(payload);
+        if let Some(end) = self.0.iter().rposition(|byte| *byte == b'\n') {
+            out.extend(self.0.drain(..=end).map(|byte| byte.to_ascii_uppercase()));
+        }
+    }
+
+    fn end(&mut self, out: &mut Vec<u8>) -> bool {
+        out.extend_from_slice(&self.0);
+        out.push(b'!');
+        self.0.is_empty()
+    }
 }
 
 impl Service for TestService {
@@ -172,7 +191,11 @@ impl TestService {
                     observer: &mut Record(&self.seen),
                     cut_notice: Some(Bytes::from_static(b"data: cut\n\n")),
                 };
-                match responder.relay(answer, relay).await {
+                let outcome = match request.target.starts_with("/shout") {
+                    true => responder.relay_rewritten(answer, relay, &mut Shout::default()).await,
+                    false => responder.relay(answer, relay).await,
+                };
+                match outcome {
                     RelayOutcome::Complete => String::from("complete"),
                     RelayOutcome::ClientGone => String::from("client gone"),
                     RelayOutcome::UpstreamFailed(error) if !responder.started() => {

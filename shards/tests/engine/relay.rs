@@ -125,6 +125,97 @@ fn events_pass_one_by_one_as_they_come() {
     }
 }
 
+/// Payload of an answer in chunks, and whether it has its final one.
+fn dechunked(raw: &[u8]) -> (String, bool) {
+    let (mut payload, mut rest) = (String::new(), std::str::from_utf8(raw).expect("text"));
+    while let Some((size, after)) = rest.split_once("\r\n") {
+        let size = usize::from_str_radix(size, 16).expect("a size");
+        if size == 0 {
+            assert_eq!(after, "\r\n", "nothing behind the final chunk");
+            return (payload, true);
+        }
+        payload.push_str(&after[..size]);
+        rest = after[size..].strip_prefix("\r\n").expect("a chunk's end");
+    }
+    (payload, false)
+}
+
+#[test]
+fn a_rewritten_answer_is_the_same_whatever_its_framing_and_cuts() {
+    let whole = [
+        format!("{STREAM}6\r\nab\ncd\n\r\n2\r\ne\n\r\n0\r\n\r\n"),
+        "HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\nab\ncd\ne\n".to_owned(),
+        "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nab\ncd\ne\n".to_owned(),
+    ];
+    for driver in DRIVERS {
+        for whole in &whole {
+            let served_whole = whole.clone();
+            let cut = AtomicUsize::new(1);
+            let upstream = Upstream::start(move |mut served| {
+                while served.request().is_some() {
+                    let at = cut.fetch_add(1, Ordering::SeqCst);
+                    served.send(&served_whole[..at]);
+                    std::thread::sleep(Duration::from_micros(300));
+                    served.send(&served_whole[at..]);
+                    if served_whole.contains("close") {
+                        return;
+                    }
+                }
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            for cut in 1..whole.len() {
+                let answer = client.get("/shout");
+                assert_eq!(dechunked(&answer.raw), ("AB\nCD\nE\n!".to_owned(), true), "cut at {cut} of {whole:?}");
+                assert_eq!(answer.header("content-length"), None);
+                assert_eq!(answer.header("x-relayed"), Some("yes"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rewritten_answer_that_is_cut_has_its_last_words_and_no_end() {
+    let unfinished = "body: the answer ended before it was finished";
+    let closed = "body: the connection was closed inside the answer";
+    for driver in DRIVERS {
+        for (sent, expected, outcome) in [
+            ("6\r\nab\ncd\n\r\n", "AB\nCD\n!", closed),
+            ("6\r\nab\n", "AB\n!", closed),
+            ("4\r\nab\nc\r\n0\r\n\r\n", "AB\nc!", unfinished),
+        ] {
+            let upstream = Upstream::start(move |mut served| {
+                served.request();
+                served.send(format!("{STREAM}{sent}"));
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            client.send("GET /shout HTTP/1.1\r\nHost: t\r\n\r\n");
+            assert_eq!(client.head().status, 200);
+            assert_eq!(dechunked(&client.rest()), (expected.to_owned(), false), "{sent:?}");
+            eventually("the outcome is known", || !engine.seen.outcomes.lock().expect("not poisoned").is_empty());
+            let outcomes = engine.seen.outcomes.lock().expect("not poisoned").clone();
+            assert!(outcomes.len() == 1 && outcomes[0].starts_with(outcome), "{outcomes:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rewritten_answer_for_an_old_client_ends_with_its_connection() {
+    for driver in DRIVERS {
+        let upstream = Upstream::start(|mut served| {
+            served.request();
+            served.send(format!("{STREAM}3\r\nab\n\r\n0\r\n\r\n"));
+        });
+        let engine = TestEngine::start(driver, upstream.address);
+        let mut client = engine.connect();
+        client.send("GET /shout HTTP/1.0\r\nConnection: keep-alive\r\n\r\n");
+        let answer = client.head();
+        assert_eq!((answer.status, answer.header("transfer-encoding")), (200, None));
+        assert_eq!(String::from_utf8_lossy(&client.rest()), "AB\n!");
+    }
+}
+
 /// The upstream sends `sent` and closes or resets; the client must see exactly `expected` after the head.
 fn cut_answer(sent: &'static str, reset: bool, expected: &str, outcome: &str) {
     for driver in DRIVERS {

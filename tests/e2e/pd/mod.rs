@@ -56,12 +56,12 @@ fn pair_of(protocol: &str, prefill: &[SocketAddr], decode: &[SocketAddr]) -> Vec
     prefill.chain(decode).collect()
 }
 
-fn sglang(prefill: &[SocketAddr], decode: &[SocketAddr]) -> Router {
+pub fn sglang(prefill: &[SocketAddr], decode: &[SocketAddr]) -> Router {
     start(&pair_of("sglang-bootstrap", prefill, decode), |start| start)
 }
 
 /// A worker that takes abort calls besides what `script` does with inference requests.
-fn leg(script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Sync + 'static) -> Worker {
+pub fn leg(script: impl Fn(&Seen, &mut Conversation<'_>) -> Then + Send + Sync + 'static) -> Worker {
     worker(move |seen, conversation| match seen.target.as_str() {
         "/abort_request" => conversation.json(200, "{}"),
         _ => script(seen, conversation),
@@ -82,7 +82,7 @@ fn refusing() -> Refusing {
     Refusing { address, _bound: bound }
 }
 
-fn done() -> Worker {
+pub fn done() -> Worker {
     leg(|_, conversation| conversation.json(200, r#"{"from":"prefill"}"#))
 }
 
@@ -101,7 +101,7 @@ fn answer_as_asked(seen: &Seen, conversation: &mut Conversation<'_>) -> Then {
     conversation.last_chunk()
 }
 
-fn held() -> Worker {
+pub fn held() -> Worker {
     leg(|_, conversation| conversation.wait_for_close())
 }
 
@@ -110,13 +110,13 @@ fn body_of(seen: &Seen) -> Value {
 }
 
 /// Bodies of the inference requests.
-fn bodies(worker: &Worker) -> Vec<Value> {
+pub fn bodies(worker: &Worker) -> Vec<Value> {
     worker.seen().iter().filter(|seen| seen.target != "/abort_request").map(body_of).collect()
 }
 
 /// Waits for inference requests at a worker: the client has its answer from decode, which may be sooner than prefill
 /// has its request.
-fn wait_for_bodies(worker: &Worker, count: usize) -> Vec<Value> {
+pub fn wait_for_bodies(worker: &Worker, count: usize) -> Vec<Value> {
     wait_until(&format!("{count} requests at a worker"), || bodies(worker).len() >= count);
     assert_eq!(bodies(worker).len(), count);
     bodies(worker)
@@ -131,7 +131,7 @@ fn aborts(worker: &Worker) -> Vec<String> {
 }
 
 /// Nothing is booked, and no KV was given up.
-fn at_rest(router: &Router) {
+pub fn at_rest(router: &Router) {
     router.wait_for_rest();
     assert_eq!(router.metric("infera_router_pd_stranded_transfers_total"), Some(0.0));
 }
