@@ -104,7 +104,6 @@ fn serve(config: &Config) -> anyhow::Result<()> {
         epoch: Instant::now(),
         started_unix_seconds: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
     });
-
     shared.share_encoders();
     let users = Users {
         shared: shared.clone(),
@@ -116,7 +115,6 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     };
     let mut reload = Reload::new(config.clone(), users)?;
 
-    let surface = if config.admin_listen.is_some() { Surface::Traffic } else { Surface::All };
     let serve = |surface: Surface| {
         let shared = shared.clone();
         move |context| RouterService::new(surface, shared.clone(), context)
@@ -124,6 +122,7 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     if !supervisor.may_listen(config.listen, || shared.view.load().fleet.active_workers() > 0) {
         return Ok(());
     }
+    let surface = if config.admin_listen.is_some() { Surface::Traffic } else { Surface::All };
     let engine = Arc::new(Engine::start(config.engine(), serve(surface))?);
     let control = config.admin_engine().map(|control| Engine::start(control, serve(Surface::Control))).transpose()?;
     if let Some(control) = &control {
