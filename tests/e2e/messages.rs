@@ -332,9 +332,10 @@ fn a_pair_serves_messages_as_chats() {
     let found = events(&ask(true));
     assert_eq!((text_of(&found).as_str(), &found.last().unwrap()["type"]), ("Hi", &json!("message_stop")));
     let bodies = pd::wait_for_bodies(&prefill, 2);
+    // In no order: a prefill leg may be read late.
     let rooms: Vec<&Value> = bodies.iter().map(|body| &body["bootstrap_room"]).collect();
-    for (body, room) in pd::bodies(&decode).iter().zip(rooms) {
-        assert_eq!(&body["bootstrap_room"], room);
+    for body in pd::bodies(&decode) {
+        assert!(rooms.contains(&&body["bootstrap_room"]), "{body} and {rooms:?}");
         assert_eq!(body["messages"], json!([{"role": "system", "content": "S"}, {"role": "user", "content": "x"}]));
     }
     pd::at_rest(&router);
