@@ -39,6 +39,6 @@ pub use raw::Allocator;
 pub use raw::{prefetch, release_free_memory};
 pub use service::{Rejection, RejectionKind, Request, Response, Service, ShardContext};
 pub use shard::{boxed, spawn_local};
-pub use stats::ShardStats;
+pub use stats::{Counter, ShardStats};
 pub use tls::{ClientTls, ServerTls, TlsError, TlsName};
 pub use upstream::{SendProgress, Upstream, UpstreamError, UpstreamErrorKind, UpstreamRequest, UpstreamResponse};

@@ -27,10 +27,11 @@ pub struct ShardStats {
 
 /// One number with a single writer: a load and a store, no locked instruction.
 #[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+pub struct Counter(AtomicU64);
 
 impl Counter {
-    pub(crate) fn add(&self, amount: u64) {
+    /// To be called by its one writer only.
+    pub fn add(&self, amount: u64) {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
     }
 
@@ -38,7 +39,7 @@ impl Counter {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_sub(amount), Ordering::Relaxed);
     }
 
-    pub(crate) fn get(&self) -> u64 {
+    pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }

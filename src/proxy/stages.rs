@@ -2,9 +2,9 @@
 //! a few plain additions. The metrics page adds the shards up.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use infera_shards::Counter;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::{Bucket, Histogram, LabelPair, Metric, MetricFamily, MetricType};
 
@@ -59,26 +59,12 @@ const NAME: &str = "infera_router_stage_seconds";
 const HELP: &str = "Seconds that requests spent in each stage; first_byte is from the pick to the first byte of the \
                     answer's body, connect only where a connection was opened.";
 
-/// A number with one writer: a load and a store, no locked instruction.
-#[derive(Debug, Default)]
-struct Count(AtomicU64);
-
-impl Count {
-    fn add(&self, more: u64) {
-        self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
-    }
-
-    fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
 /// One stage on one shard.
 #[derive(Debug, Default)]
 struct Cells {
     /// By bucket; the last is beyond all bounds.
-    counts: [Count; BOUNDS_NS.len() + 1],
-    sum_ns: Count,
+    counts: [Counter; BOUNDS_NS.len() + 1],
+    sum_ns: Counter,
 }
 
 /// All stages of one shard, on cache lines of their own.

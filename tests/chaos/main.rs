@@ -28,8 +28,6 @@ use etcd::Etcd;
 use support::router::{Router, router};
 use support::wait_until;
 
-/// How long memory may take to go back.
-const TRIMMED_MAX: Duration = Duration::from_secs(20);
 const ENGINES: usize = 6;
 const CLIENTS: usize = 24;
 const PREFIX: &str = "/infera/workers/";
@@ -53,19 +51,6 @@ fn usage(router: &Router) -> Usage {
     let kib: u64 = resident.trim().split(' ').next().unwrap().parse().unwrap();
     let descriptors = std::fs::read_dir(format!("/proc/{}/fd", router.pid())).unwrap().count();
     Usage { descriptors, resident_bytes: kib << 10 }
-}
-
-/// What is in use once memory has gone back to the kernel, which a shard does after a second without a request; the last
-/// look where it does not come down to `resident_bytes_max`.
-fn once_trimmed(router: &Router, resident_bytes_max: u64) -> Usage {
-    let deadline = Instant::now() + TRIMMED_MAX;
-    loop {
-        let usage = usage(router);
-        if usage.resident_bytes <= resident_bytes_max || Instant::now() > deadline {
-            return usage;
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
 }
 
 fn register(etcd: &Etcd, number: usize, engine: &Engine) {
@@ -102,7 +87,9 @@ fn storms_leave_nothing_behind() {
     eprintln!("{tally:?}");
     settle(&router, &engines);
     let allowed = before.resident_bytes + before.resident_bytes / 10 + (8 << 20);
-    let after = once_trimmed(&router, allowed);
+    // A shard gives memory back after a second without a request.
+    wait_until(&format!("memory goes back (seed {seed})"), || usage(&router).resident_bytes <= allowed);
+    let after = usage(&router);
     eprintln!(
         "descriptors {} -> {}, resident {} -> {} MiB",
         before.descriptors,
