@@ -24,8 +24,10 @@ pub struct Etcd {
     runtime: Runtime,
 }
 
-fn free_address() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port")
+/// So many addresses, no two of them the same.
+fn free_addresses(count: usize) -> Vec<SocketAddr> {
+    let listeners: Vec<_> = (0..count).map(|_| TcpListener::bind("127.0.0.1:0").expect("a free port")).collect();
+    listeners.iter().map(|listener| listener.local_addr().expect("an address")).collect()
 }
 
 #[allow(dead_code)] // Each test binary uses its own part of this.
@@ -38,7 +40,9 @@ impl Etcd {
     /// Members of one cluster, none of them running yet.
     pub fn reserve_cluster(members: usize) -> Vec<Self> {
         assert!(Path::new(PROGRAM).exists(), "{PROGRAM} is missing; install the package etcd-server");
-        let places: Vec<_> = (0..members).map(|index| (format!("m{index}"), free_address(), free_address())).collect();
+        let addresses = free_addresses(2 * members);
+        let pairs = addresses.chunks_exact(2).enumerate();
+        let places: Vec<_> = pairs.map(|(index, pair)| (format!("m{index}"), pair[0], pair[1])).collect();
         let cluster: Vec<_> = places.iter().map(|(name, _, peer)| format!("{name}=http://{peer}")).collect();
         let cluster = cluster.join(",");
         places

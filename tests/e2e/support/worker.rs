@@ -3,9 +3,12 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
+
+use rustix::net::{self, AddressFamily, SocketType};
 
 /// A request as it arrived.
 #[derive(Clone, Debug)]
@@ -85,9 +88,19 @@ pub fn json_worker(body: &'static str) -> Worker {
     worker(move |_, conversation| conversation.json(200, body))
 }
 
-/// An address on which nothing listens.
+/// An address on which nothing listens: its socket stays bound, so that nobody is given the port while the test runs.
+/// Only who asks to share the port, as the router does with its own, can listen there.
 pub fn dead_address() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("an address")
+    static BOUND: Mutex<Vec<OwnedFd>> = Mutex::new(Vec::new());
+    let bound = || {
+        let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None)?;
+        net::sockopt::set_socket_reuseport(&socket, true)?;
+        net::bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0)))?;
+        let address = SocketAddr::try_from(net::getsockname(&socket)?)?;
+        BOUND.lock().expect("the lock").push(socket);
+        rustix::io::Result::Ok(address)
+    };
+    bound().expect("an address")
 }
 
 fn converse(mut stream: TcpStream, state: &State, script: &dyn Fn(&Seen, &mut Conversation<'_>) -> Then) {
