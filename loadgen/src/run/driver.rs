@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use super::answer::Answer;
-use super::record::{Exchange, Failure, Record};
+use super::record::{Exchange, Failure, Phase, Record};
 use super::workload::Workload;
 use crate::net::client::{AnswerHead, Client, ClientError, Target};
 use crate::net::runtime::{block_on, contain_panic};
@@ -251,7 +251,7 @@ impl Run {
             if !self.permit().await {
                 return;
             }
-            let (exchange, text) = self.exchange(index, intended, &body).await;
+            let (exchange, text) = self.exchange(number, index, intended, &body).await;
             self.permits.release();
             answer = exchange.outcome.is_ok().then_some(text);
             self.count(&exchange);
@@ -278,9 +278,7 @@ impl Run {
     }
 
     fn count(&self, exchange: &Exchange) {
-        if exchange.index >= self.config.warmup {
-            self.record.borrow_mut().add(exchange, self.start);
-        }
+        self.record.borrow_mut().add(exchange, self.start);
         let mut last = self.last_end.borrow_mut();
         *last = (*last).max(exchange.ended);
         self.bar.inc(1);
@@ -290,7 +288,7 @@ impl Run {
         }
     }
 
-    async fn exchange(&self, index: usize, intended: Instant, body: &Value) -> (Exchange, String) {
+    async fn exchange(&self, session: usize, index: usize, intended: Instant, body: &Value) -> (Exchange, String) {
         let payload = body.to_string();
         let headers = format!("{}x-request-id: lg-{}-{index}\r\n", self.headers, self.config.workload.seed);
         let mut reading = Reading::default();
@@ -313,6 +311,10 @@ impl Run {
         }
         let exchange = Exchange {
             index,
+            replay_index: None,
+            session: session as u64,
+            prefix_group: self.config.workload.prefix_group(session),
+            phase: if index < self.config.warmup { Phase::WarmUp } else { Phase::Measured },
             intended,
             sent,
             first_content: reading.first,
@@ -320,6 +322,9 @@ impl Run {
             gaps: reading.gaps,
             usage: reading.answer.usage,
             content_events: reading.answer.content_events,
+            aborted: false,
+            slow_reader: false,
+            slo_met: None,
             outcome,
         };
         (exchange, reading.answer.text)

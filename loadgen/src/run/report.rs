@@ -25,8 +25,7 @@ pub fn latencies(values: &Latencies) -> Value {
 
 /// Completed requests per second.
 pub fn throughput_rps(result: &RunResult) -> f64 {
-    let good = result.record.requests - result.record.errors_total();
-    good as f64 / result.duration.as_secs_f64().max(1e-9)
+    result.record.answered() as f64 / result.duration.as_secs_f64().max(1e-9)
 }
 
 /// The members that every kind of report shares.

@@ -83,20 +83,29 @@ impl Workload {
 
     /// Script `number`, ready for its first body.
     pub fn script(&self, number: usize) -> Script {
-        let mut draw = seed::generator(self.seed ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15), "script");
-        let (groups, zipf, prefix_tokens) = match &self.shape {
-            Shape::SharedPrefix { groups, zipf, prefix_tokens, .. } => (*groups, *zipf, *prefix_tokens),
-            Shape::MultiTurn { groups, prefix_tokens, .. } => (*groups, 0.0, *prefix_tokens),
-            Shape::Images { .. } => (1, 0.0, 0),
-        };
-        let group = draw_group(&mut draw, groups.max(1), zipf.max(0.0));
         let mut messages = Vec::new();
-        if prefix_tokens > 0 {
+        if let Some((group, prefix_tokens)) = self.prefix(number) {
             let prefix = text(&mut seed::generator(self.seed.wrapping_add(group as u64), "prefix"), prefix_tokens);
             messages.push(json!({"role": "system", "content": prefix}));
         }
         let turns_left = self.turns().min(self.requests - self.first_request(number));
         Script { number, messages, turns_left }
+    }
+
+    /// Which system prompt a script begins with, and its tokens.
+    fn prefix(&self, number: usize) -> Option<(usize, usize)> {
+        let (groups, zipf, tokens) = match &self.shape {
+            Shape::SharedPrefix { groups, zipf, prefix_tokens, .. } => (*groups, *zipf, *prefix_tokens),
+            Shape::MultiTurn { groups, prefix_tokens, .. } => (*groups, 0.0, *prefix_tokens),
+            Shape::Images { .. } => return None,
+        };
+        let mut draw = seed::generator(self.seed ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15), "script");
+        (tokens > 0).then(|| (draw_group(&mut draw, groups.max(1), zipf.max(0.0)), tokens))
+    }
+
+    /// Number of the shared text that a script begins with, if it has one.
+    pub fn prefix_group(&self, number: usize) -> Option<u64> {
+        self.prefix(number).map(|(group, _)| group as u64)
     }
 
     /// The script's next body, or `None` at its end. `answer` is the server's answer to the turn before.
