@@ -6,6 +6,7 @@ pub mod engine;
 pub mod fleet;
 pub mod net;
 pub mod prompt;
+pub mod report;
 pub mod run;
 pub mod seed;
 pub mod sim;

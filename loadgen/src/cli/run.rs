@@ -1,6 +1,5 @@
 //! Owns `loadgen run`: flags to a run, its report to the terminal and to a file.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +8,10 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use loadgen::run::driver::{self, Pace, RunConfig};
 use loadgen::run::report;
+use loadgen::run::scrape::Scraper;
 use loadgen::run::workload::{Shape, Workload};
+
+use super::output::OutputArguments;
 
 #[derive(Clone, Copy, ValueEnum)]
 enum WorkloadKind {
@@ -72,9 +74,8 @@ pub struct RunArguments {
     api_key: Option<String>,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Write the report here.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    output: OutputArguments,
 }
 
 impl RunArguments {
@@ -110,6 +111,7 @@ pub fn run(arguments: RunArguments) -> Result<ExitCode> {
     if arguments.requests == 0 || arguments.output_tokens == 0 {
         bail!("--requests and --output-tokens must be at least 1");
     }
+    arguments.output.check()?;
     let listed = driver::probe(&arguments.target)?;
     let model = match arguments.model.clone().or(listed) {
         Some(model) => model,
@@ -136,13 +138,14 @@ pub fn run(arguments: RunArguments) -> Result<ExitCode> {
         progress: true,
     };
     super::interrupt_sets(&config.interrupt)?;
+    let scraper = arguments.output.scraper(&config.target)?;
     let result = driver::execute(config.clone())?;
+    let fleet = scraper.map(Scraper::finish);
     print!("{}", report::table(&result));
-    if let Some(path) = &arguments.json {
-        let text = serde_json::to_string_pretty(&report::run_json(&config, &result))?;
-        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
-    }
+    let broken = arguments.output.write(&config, &result, fleet)?;
+    broken.iter().for_each(|line| eprintln!("ASSERTION: {line}"));
     Ok(match (result.interrupted, result.record.errors_total()) {
+        _ if !broken.is_empty() => ExitCode::FAILURE,
         (true, _) => ExitCode::from(130),
         (false, 0) => ExitCode::SUCCESS,
         (false, _) => ExitCode::FAILURE,

@@ -304,6 +304,7 @@ impl Run {
             _ = self.stop.wait() => Err(Failure::Interrupted),
         };
         let ended = Instant::now();
+        let worker = outcome.as_ref().ok().and_then(|head| head.worker.clone());
         let outcome = outcome.and_then(|head| self.judge(&head, &mut reading, index));
         if outcome.is_err() && self.first_error.borrow().is_none() {
             reading.plain.truncate(ERROR_BYTES_MAX);
@@ -322,6 +323,7 @@ impl Run {
             gaps: reading.gaps,
             usage: reading.answer.usage,
             content_events: reading.answer.content_events,
+            worker,
             aborted: false,
             slow_reader: false,
             slo_met: None,

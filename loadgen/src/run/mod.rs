@@ -5,4 +5,6 @@ pub mod answer;
 pub mod driver;
 pub mod record;
 pub mod report;
+pub mod rows;
+pub mod scrape;
 pub mod workload;
