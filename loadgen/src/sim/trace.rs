@@ -8,9 +8,9 @@ use anyhow::{Context, Result, ensure};
 use rand::Rng;
 use serde::Deserialize;
 
-use super::content::{Named, mixed};
+use super::content::Named;
 use super::workload::{Request, Start, Workload};
-use crate::seed;
+use crate::seed::{self, mixed};
 
 /// Tokens that one id of a trace stands for.
 pub const TRACE_BLOCK_TOKENS: usize = 512;
