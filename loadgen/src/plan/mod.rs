@@ -4,6 +4,7 @@
 
 mod draw;
 mod recipe;
+pub mod trace;
 
 pub use draw::Sessions;
 pub use recipe::{Documents, Images, Recipe, Shape, Shared};
