@@ -53,7 +53,7 @@ impl Sessions {
         if let Some(images) = self.recipe.images.clone() {
             let image = self.image(&images);
             group = Some(image);
-            pieces.push(Piece { kind: Kind::Image, name: image, tokens: IMAGE_TOKENS });
+            pieces.push(Piece { kind: Kind::Image, name: image_name(self.seed, image), tokens: IMAGE_TOKENS });
         }
         (pieces, group)
     }
@@ -125,6 +125,11 @@ impl Sessions {
         let factor = if self.recipe.spread == 0.0 { 1.0 } else { self.draw.random_range(0.5..1.5) };
         (mean * factor).round().max(1.0) as usize
     }
+}
+
+/// Name of the picture with this number.
+pub fn image_name(seed: u64, number: u64) -> u64 {
+    mixed(seed, number)
 }
 
 impl Iterator for Sessions {
@@ -203,10 +208,11 @@ mod tests {
         };
         let made = sessions(images(0.0), 70, 3);
         for round in made.chunks(7) {
-            let shown: HashSet<u64> = round.iter().map(|it| it.turns[0].pieces[0].name).collect();
+            let shown: HashSet<u64> = round.iter().filter_map(|it| it.group).collect();
             assert_eq!(shown, (0..7).collect(), "each once a round");
+            assert!(round.iter().all(|it| it.turns[0].pieces[0].name == image_name(3, it.group.unwrap())));
         }
-        let shown: Vec<u64> = sessions(images(0.25), 1000, 3).iter().map(|it| it.turns[0].pieces[0].name).collect();
+        let shown: Vec<u64> = sessions(images(0.25), 1000, 3).iter().filter_map(|it| it.group).collect();
         let new: HashSet<&u64> = shown.iter().filter(|it| **it >= 7).collect();
         assert_eq!(new.len(), shown.iter().filter(|it| **it >= 7).count(), "nobody sees a new one again");
         assert!((200..300).contains(&new.len()), "{}", new.len());

@@ -6,11 +6,11 @@ mod draw;
 mod recipe;
 pub mod trace;
 
-pub use draw::Sessions;
+pub use draw::{Sessions, image_name};
 pub use recipe::{Documents, Images, Recipe, Shape, Shared};
 
 /// What a piece of a prompt is to the chat that it is part of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A system prompt, with its tools where the recipe has some.
     System,
