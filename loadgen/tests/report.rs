@@ -22,7 +22,8 @@ fn loadgen(arguments: &[&str]) -> Output {
 /// A small run; further arguments behind it.
 fn run(engine: &EngineHandle, further: &[&str]) -> Output {
     let url = engine.url();
-    let fixed = ["run", "--target", &url, "--requests", "40", "--rate", "80", "--groups", "3", "--prefix-tokens", "64"];
+    let fixed =
+        ["run", "--target", &url, "--requests", "40", "--concurrency", "2", "--groups", "3", "--prefix-tokens", "64"];
     let sizes = ["--suffix-tokens", "10", "--output-tokens", "4"];
     loadgen(&[&fixed[..], &sizes, further].concat())
 }

@@ -7,6 +7,7 @@ mod fleet;
 mod output;
 mod report;
 mod run;
+mod workload;
 
 use std::process::ExitCode;
 

@@ -12,7 +12,7 @@ use loadgen::report::condition::{self, Condition};
 use loadgen::report::document::{Named, write_json};
 use loadgen::report::model::{Fleet, Placement, RunReport};
 use loadgen::report::page;
-use loadgen::run::driver::{RunConfig, RunResult};
+use loadgen::run::config::{RunConfig, RunResult};
 use loadgen::run::report;
 use loadgen::run::scrape::Scraper;
 

@@ -2,7 +2,9 @@
 
 pub mod client;
 pub mod exposition;
+mod input;
 pub mod runtime;
 pub mod server;
 pub mod signal;
 pub mod stream;
+pub mod watch;

@@ -12,7 +12,7 @@ const HEIGHT: f64 = 210.0;
 const LEFT: f64 = 46.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 10.0;
-const BOTTOM: f64 = 38.0;
+const BOTTOM: f64 = 40.0;
 
 /// Most labels along an axis.
 const TICKS_MAX: usize = 6;
@@ -189,7 +189,7 @@ pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> Option<Strin
             out,
             "<path class=\"grid\" d=\"M{at:.1} {TOP}V{:.1}\"/><text x=\"{at:.1}\" y=\"{:.1}\" class=\"middle\">{}</text>",
             HEIGHT - BOTTOM,
-            HEIGHT - BOTTOM + 14.0,
+            HEIGHT - BOTTOM + 17.0,
             short(tick)
         );
     }

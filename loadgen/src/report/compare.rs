@@ -36,11 +36,12 @@ fn of(distribution: &Distribution, value: f64) -> Option<f64> {
 }
 
 /// Name, unit, decimals, and where it is found.
-const LINES: [(&str, &str, usize, Value); 20] = [
+const LINES: [(&str, &str, usize, Value); 21] = [
     ("requests", "", 0, |it| Some(it.requests as f64)),
     ("errors", "", 0, |it| Some(it.errors as f64)),
     ("hit rate", "%", 1, |it| Some(it.hit_rate? * 100.0)),
     ("requests per second", "", 2, |it| Some(it.throughput_rps)),
+    ("within limits per second", "", 2, |it| it.goodput_rps),
     ("output tokens per second", "", 1, |it| Some(it.output_tokens_per_second)),
     ("TTFT mean", "ms", 1, |it| of(&it.ttft_ms, it.ttft_ms.mean)),
     ("TTFT p50", "ms", 1, |it| of(&it.ttft_ms, it.ttft_ms.p50)),

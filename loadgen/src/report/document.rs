@@ -36,9 +36,10 @@ impl Named {
         let report: RunReport = serde_json::from_value(value.clone())?;
         let name = report.name.unwrap_or_else(|| name.to_owned());
         let about = [("target", Value::String(report.target)), ("workload", report.workload), ("pace", report.pace)];
-        let about =
-            about.into_iter().chain([("warm-up", report.warmup)]).map(|(what, value)| (what.to_owned(), plain(&value)));
-        Ok(Named { name, figures: report.figures, fleet: report.fleet, about: about.collect(), value })
+        let further = [("warm-up", report.warmup), ("limits", report.slo), ("clients", report.manners)];
+        let about = about.into_iter().chain(further).filter(|(_, value)| !value.is_null());
+        let about = about.map(|(what, value)| (what.to_owned(), plain(&value))).collect();
+        Ok(Named { name, figures: report.figures, fleet: report.fleet, about, value })
     }
 }
 

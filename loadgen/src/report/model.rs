@@ -149,7 +149,16 @@ pub struct RunReport {
     pub target: String,
     pub workload: Value,
     pub pace: Value,
+    #[serde(default)]
+    pub burst: usize,
+    #[serde(default)]
+    pub speedup: f64,
     pub warmup: Value,
+    /// Null without limits.
+    #[serde(default)]
+    pub slo: Value,
+    #[serde(default)]
+    pub manners: Value,
     #[serde(flatten)]
     pub figures: Figures,
     /// Absent where nobody polled.

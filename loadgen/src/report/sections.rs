@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::chart::{self, Axis, Heat, HeatRow, Series};
 use super::document::Named;
-use super::model::{Distribution, Figures, Fleet, Placement};
+use super::model::{Distribution, Figures, Fleet, FleetWorker, GroupPlacement, Placement};
 
 /// What a page shows of many workers and groups: the busiest.
 const WORKERS_MAX: usize = 64;
@@ -94,27 +94,35 @@ pub fn warnings(figures: &Figures) -> Vec<String> {
 /// Pictures in which all runs stand together.
 pub fn pictures(runs: &[Named]) -> Vec<Picture> {
     let mut pictures = vec![
-        cumulative("Time to first token: share of requests within x", runs, |it| &it.ttft_ms),
-        cumulative("Between tokens: share of gaps within x", runs, |it| &it.inter_token_ms),
-        cumulative("Whole answers: share of requests within x", runs, |it| &it.end_to_end_ms),
+        cumulative("Time to first token", runs, |it| &it.ttft_ms),
+        cumulative("Time between tokens", runs, |it| &it.inter_token_ms),
+        cumulative("Time to the end of the answer", runs, |it| &it.end_to_end_ms),
     ];
     let per_second = |values: &[u64], step: f64| values.iter().map(|it| Some(*it as f64 / step)).collect::<Vec<_>>();
     let wanted = timelines(runs, "wanted", true, |it| per_second(&it.timeline.started, it.timeline.step_seconds));
     let completed =
         timelines(runs, "completed", false, |it| per_second(&it.timeline.completed, it.timeline.step_seconds));
-    pictures.push(over_time("Requests per second", "1/s", [wanted, completed].concat(), runs));
+    pictures.push(over_time("Requests per second", Axis::linear("1/s"), [wanted, completed].concat(), runs));
     let p50 = timelines(runs, "p50", false, |it| it.timeline.ttft_p50_ms.clone());
     let p99 = timelines(runs, "p99", true, |it| it.timeline.ttft_p99_ms.clone());
-    pictures.push(over_time("Time to first token, by when it was wanted", "ms", [p50, p99].concat(), runs));
+    pictures.push(over_time(
+        "Time to first token, by when it was wanted",
+        Axis::linear("ms"),
+        [p50, p99].concat(),
+        runs,
+    ));
     let in_flight = timelines(runs, "", false, |it| it.timeline.in_flight.iter().map(|it| Some(*it)).collect());
-    pictures.push(over_time("Requests in flight", "", in_flight, runs));
+    pictures.push(over_time("Requests in flight", Axis::linear(""), in_flight, runs));
     let errors = match runs.iter().any(|run| run.figures.errors > 0) {
         true => timelines(runs, "", false, |it| per_second(&it.timeline.errors, it.timeline.step_seconds)),
         false => Vec::new(),
     };
-    pictures.push(Picture { absent: "None.".to_owned(), ..over_time("Errors per second", "1/s", errors, runs) });
+    pictures.push(Picture {
+        absent: "None.".to_owned(),
+        ..over_time("Errors per second", Axis::linear("1/s"), errors, runs)
+    });
     if runs.iter().any(|run| run.fleet.as_ref().is_some_and(|fleet| !fleet.blocks.is_empty())) {
-        pictures.push(over_time("Hit rate at the pick", "", hit_rates(runs), runs));
+        pictures.push(over_time("Hit rate at the pick", Axis::share(""), hit_rates(runs), runs));
     }
     pictures
 }
@@ -142,8 +150,7 @@ fn timelines(runs: &[Named], kind: &str, is_dashed: bool, of: impl Fn(&Figures) 
     runs.iter().enumerate().map(line).collect()
 }
 
-fn over_time(title: &'static str, unit: &'static str, series: Vec<Series>, runs: &[Named]) -> Picture {
-    let axis = if unit.is_empty() && title.starts_with("Hit") { Axis::share("") } else { Axis::linear(unit) };
+fn over_time(title: &'static str, axis: Axis, series: Vec<Series>, runs: &[Named]) -> Picture {
     let svg = chart::lines(title, &Axis::linear("seconds"), &axis, &series);
     // One run's single line needs no name.
     let legend = if series.len() > 1 || runs.len() > 1 { legend(&series) } else { Vec::new() };
@@ -151,7 +158,7 @@ fn over_time(title: &'static str, unit: &'static str, series: Vec<Series>, runs:
 }
 
 fn legend(series: &[Series]) -> Vec<Entry> {
-    let drawn = series.iter().filter(|line| !line.points.is_empty());
+    let drawn = series.iter().filter(|line| line.points.iter().any(|(_, value)| value.is_some()));
     drawn.map(|line| Entry { mark: mark(line.color, line.is_dashed), name: line.name.clone() }).collect()
 }
 
@@ -189,7 +196,7 @@ pub fn load_heat(fleet: Option<&Fleet>) -> Picture {
         let mean = if known.is_empty() { 0.0 } else { known.iter().sum::<f64>() / known.len() as f64 };
         (if largest > 0.0 { mean / largest } else { 0.0 }, format!("{mean:.1} requests at {start:.1} s"))
     };
-    let row = |worker: &&super::model::FleetWorker| HeatRow {
+    let row = |worker: &&FleetWorker| HeatRow {
         label: worker.name.clone(),
         cells: worker.inflight.chunks(each).zip(&starts).map(cell).collect(),
     };
@@ -208,7 +215,7 @@ pub fn placement_heat(placement: Option<&Placement>) -> Picture {
     let Some(placement) = placement else {
         return absent(title, "No answer named its worker (the router does with --answer-names-worker).");
     };
-    let row = |group: &super::model::GroupPlacement| {
+    let row = |group: &GroupPlacement| {
         let total = group.requests.iter().sum::<u64>().max(1);
         let cell = |(worker, count): (&String, &u64)| {
             (*count as f64 / total as f64, format!("prefix {}: {count} of {total} on {worker}", group.group))
@@ -221,20 +228,28 @@ pub fn placement_heat(placement: Option<&Placement>) -> Picture {
     let heat = Heat {
         title,
         rows: placement.groups.iter().take(GROUPS_MAX).map(row).collect(),
-        columns: (1..=placement.workers.len()).map(|number| number.to_string()).collect(),
-        caption: &format!(
-            "a column per worker, a row per prefix (requests); {:.0} % on the prefix's main worker",
-            placement.concentration * 100.0
-        ),
+        columns: columns(&placement.workers),
+        caption: &format!("a column per worker; {:.0} % on the prefix's main one", placement.concentration * 100.0),
     };
     Picture { title, svg: chart::heat(&heat), legend: Vec::new(), absent: "No prefixes.".to_owned() }
+}
+
+/// Ends of few names, where addresses differ; of many, numbers in the order of the table.
+fn columns(workers: &[String]) -> Vec<String> {
+    const NAMED_MAX: usize = 6;
+    const LETTERS: usize = 6;
+    if workers.len() > NAMED_MAX {
+        return (1..=workers.len()).map(|number| number.to_string()).collect();
+    }
+    let end = |name: &String| name.chars().skip(name.chars().count().saturating_sub(LETTERS)).collect();
+    workers.iter().map(end).collect()
 }
 
 fn absent(title: &'static str, reason: &str) -> Picture {
     Picture { title, svg: None, legend: Vec::new(), absent: reason.to_owned() }
 }
 
-fn busiest(fleet: &Fleet) -> Vec<&super::model::FleetWorker> {
+fn busiest(fleet: &Fleet) -> Vec<&FleetWorker> {
     let mut workers: Vec<_> = fleet.workers.iter().collect();
     workers.sort_by(|a, b| b.picks.total_cmp(&a.picks));
     workers.truncate(WORKERS_MAX);
@@ -246,7 +261,7 @@ fn busiest(fleet: &Fleet) -> Vec<&super::model::FleetWorker> {
 pub fn workers(fleet: Option<&Fleet>) -> (Vec<WorkerLine>, usize) {
     let Some(fleet) = fleet else { return Default::default() };
     let total: f64 = fleet.workers.iter().map(|worker| worker.picks).sum();
-    let line = |worker: &super::model::FleetWorker| {
+    let line = |worker: &FleetWorker| {
         let known: Vec<f64> = worker.inflight.iter().copied().flatten().collect();
         let share = |part: f64, whole: f64| match whole > 0.0 {
             true => format!("{:.0} %", part / whole * 100.0),

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::driver::{Pace, RunConfig, RunResult};
+use super::config::{RunConfig, RunResult};
 use super::record::Latencies;
 use crate::report::model::{Distribution, Figures, Fleet, Generator, RunReport, SCHEMA};
 
@@ -10,7 +10,7 @@ use crate::report::model::{Distribution, Figures, Fleet, Generator, RunReport, S
 const SEND_LAG_MS_MAX: f64 = 10.0;
 const CPU_SHARE_MAX: f64 = 0.9;
 
-/// Whether the generator, not the server, limited the run.
+/// Whether the generator, not the server, limited the run: then the run is invalid.
 pub fn is_saturated(result: &RunResult) -> bool {
     result.record.send_lag.quantile_ms(0.99) > SEND_LAG_MS_MAX || result.cpu_share > CPU_SHARE_MAX
 }
@@ -54,7 +54,7 @@ pub fn figures(result: &RunResult) -> Figures {
         inter_token_ms: distribution(&record.inter_token),
         end_to_end_ms: distribution(&record.end_to_end),
         throughput_rps: throughput_rps(result),
-        goodput_rps: None,
+        goodput_rps: result.goodput_rps,
         output_tokens_per_second: record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
         prompt_tokens: record.prompt_tokens,
         cached_tokens: record.cached_tokens,
@@ -63,7 +63,7 @@ pub fn figures(result: &RunResult) -> Figures {
         generator: Generator {
             send_lag_ms: distribution(&record.send_lag),
             cpu_share: result.cpu_share,
-            cpu_seconds: 0.0,
+            cpu_seconds: result.cpu.as_secs_f64(),
             saturated: is_saturated(result),
         },
         interrupted: result.interrupted,
@@ -74,18 +74,17 @@ pub fn figures(result: &RunResult) -> Figures {
 
 /// The report of `loadgen run`.
 pub fn run_report(config: &RunConfig, result: &RunResult, name: Option<String>, fleet: Option<Fleet>) -> RunReport {
-    let pace = match config.pace {
-        Pace::Open { rate } => json!({"open_loop_rps": rate}),
-        Pace::Steady { rate, offset_s } => json!({"steady_rps": rate, "offset_s": offset_s}),
-        Pace::Closed { concurrency } => json!({"closed_loop_concurrency": concurrency}),
-    };
     RunReport {
         schema: SCHEMA.into(),
         name,
         target: config.target.clone(),
         workload: json!(config.workload),
-        pace,
+        pace: json!(config.pace),
+        burst: config.burst,
+        speedup: config.speedup,
         warmup: json!(config.warmup),
+        slo: json!(config.slo),
+        manners: json!(config.manners),
         figures: figures(result),
         fleet,
     }
@@ -119,9 +118,15 @@ pub fn table(result: &RunResult) -> String {
     if let Some(text) = result.first_error.as_ref().filter(|text| !text.is_empty()) {
         out.push_str(&format!("first error: {text}\n"));
     }
+    if let Some(goodput) = result.goodput_rps {
+        out.push_str(&format!("within the limits {:>12}   {goodput:.2} requests/s\n", record.slo_met));
+    }
+    if record.aborted + record.slow_readers > 0 {
+        out.push_str(&format!("left early {:>19}   slow readers {}\n", record.aborted, record.slow_readers));
+    }
     if is_saturated(result) {
         out.push_str(&format!(
-            "WARNING: the generator itself was the limit (start lag p99 {:.1} ms, {:.0} % of a core): \
+            "INVALID: the generator itself was the limit (start lag p99 {:.1} ms, {:.0} % of a core): \
              latencies above include its own delays\n",
             record.send_lag.quantile_ms(0.99),
             result.cpu_share * 100.0

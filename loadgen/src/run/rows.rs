@@ -11,8 +11,10 @@ use super::record::{Exchange, Latencies, Phase};
 use crate::report::chart::round_step;
 use crate::report::model::{GroupPlacement, Placement, Timeline};
 
-/// Steps of a timeline.
-const STEPS_MAX: f64 = 120.0;
+/// Steps of a timeline: enough to see what changes, few enough that a step has requests to tell of.
+const STEPS_MIN: f64 = 12.0;
+const STEPS_MAX: f64 = 100.0;
+const STEP_REQUESTS: f64 = 10.0;
 /// Shortest step, seconds.
 const STEP_SECONDS_MIN: f64 = 0.1;
 /// Groups that a report lists; there may be as many as requests.
@@ -174,10 +176,12 @@ impl Rows {
     /// The measured part of the run in steps; empty without requests.
     pub fn timeline(&self) -> Timeline {
         let end = self.measured().map(|row| row.ended.max(row.intended)).fold(0.0, f64::max);
-        if self.measured().next().is_none() {
+        let requests = self.measured().count();
+        if requests == 0 {
             return Timeline::default();
         }
-        let step = round_step((end / STEPS_MAX).max(STEP_SECONDS_MIN));
+        let wanted = (requests as f64 / STEP_REQUESTS).clamp(STEPS_MIN, STEPS_MAX);
+        let step = round_step((end / wanted).max(STEP_SECONDS_MIN));
         let steps = (end / step) as usize + 1;
         let step_of = |at: f64| ((at / step) as usize).min(steps - 1);
         let mut timeline = Timeline {
@@ -260,23 +264,12 @@ mod tests {
     fn exchange(start: Instant, index: usize, (sent, ended): (f64, f64)) -> Exchange {
         let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
         Exchange {
-            index,
-            replay_index: None,
-            session: index as u64,
             prefix_group: Some(index as u64 % 2),
-            phase: Phase::Measured,
-            intended: at(sent),
-            sent: at(sent),
             first_content: Some(at((sent + ended) / 2.0)),
             ended: at(ended),
-            gaps: Vec::new(),
-            usage: None,
             content_events: 3,
             worker: Some(format!("w,{}", index % 4)),
-            aborted: false,
-            slow_reader: false,
-            slo_met: None,
-            outcome: Ok(()),
+            ..Exchange::new(index, at(sent))
         }
     }
 
@@ -306,8 +299,8 @@ mod tests {
         let (start, mut rows) = (Instant::now(), Rows::default());
         rows.push(&exchange(start, 0, (0.0, 3601.0)), start);
         let timeline = rows.timeline();
-        assert_eq!((timeline.step_seconds, timeline.started.len()), (50.0, 73));
-        assert!(timeline.in_flight[..72].iter().all(|value| *value == 1.0));
+        assert_eq!((timeline.step_seconds, timeline.started.len()), (500.0, 8));
+        assert!(timeline.in_flight[..7].iter().all(|value| *value == 1.0));
     }
 
     #[test]

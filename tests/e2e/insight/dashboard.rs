@@ -1,45 +1,18 @@
 //! The dashboard in a real browser, over a fleet whose names are markup.
 
 use std::io::Write;
-use std::process::Command;
 
 use serde_json::json;
 
+use crate::support::browser::document;
 use crate::support::client;
 use crate::support::router::{Router, router};
 use crate::support::wait_until;
 use crate::support::worker::json_worker;
 
-/// A headless Chromium; nothing, said loudly, where there is none.
-fn browser() -> Option<Command> {
-    let names = ["chromium-headless-shell", "chromium", "google-chrome"];
-    let search = std::env::var_os("PATH").unwrap_or_default();
-    let found = names
-        .iter()
-        .flat_map(|name| std::env::split_paths(&search).map(move |directory| directory.join(name)))
-        .find(|path| path.is_file());
-    let Some(path) = found else {
-        let message = "NOT RUN: no Chromium (Debian: chromium-headless-shell)";
-        assert!(std::env::var_os("INFERA_REQUIRE_BROWSER").is_none_or(|value| value != "1"), "{message}");
-        eprintln!("{message}");
-        return None;
-    };
-    let mut command = Command::new(path);
-    // Containers have no user namespaces for its sandbox, and little shared memory.
-    command.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]);
-    Some(command)
-}
-
-/// The page as it stands after some seconds of the browser's own clock.
-fn document(router: &Router) -> Option<String> {
-    let output = browser()?
-        .args(["--virtual-time-budget=5000", "--dump-dom"])
-        .arg(format!("http://{}/dashboard", router.address))
-        .output()
-        .expect("the browser starts");
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    Some(text)
+/// The dashboard as it stands after some seconds of the browser's own clock.
+fn dashboard(router: &Router) -> Option<String> {
+    document(&format!("http://{}/dashboard", router.address))
 }
 
 #[test]
@@ -65,7 +38,7 @@ fn the_page_shows_the_fleet_and_takes_no_name_for_markup() {
     assert_eq!((&target["picks"], &target["blocks"]), (&json!(3), &json!(12)));
     assert_eq!(overview["active_workers"], 1);
 
-    let Some(page) = document(&router) else { return };
+    let Some(page) = dashboard(&router) else { return };
     assert!(page.contains(">live</span>"), "{page}");
     assert!(page.contains("&lt;img src=x") && page.contains("&lt;b&gt;other"), "{page}");
     assert!(!page.contains("<img") && !page.contains("<b>other") && !page.contains("<title>owned"), "{page}");
@@ -80,7 +53,7 @@ fn without_a_key_the_page_asks_for_one() {
     let keys = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(keys.path(), "hush\n").unwrap();
     let router = router().worker(worker.address).args(&["--api-key-file", keys.path().to_str().unwrap()]).ready();
-    let Some(page) = document(&router) else { return };
+    let Some(page) = dashboard(&router) else { return };
     assert!(page.contains("the router answers 401") && !page.contains("id=\"key\" class=\"card\" hidden"), "{page}");
     assert!(!page.contains(&worker.address.to_string()), "{page}");
 }
