@@ -83,7 +83,7 @@ impl From<ClientError> for Failure {
         match error {
             ClientError::Connect(_) => Failure::Connect,
             ClientError::NoAnswer => Failure::NoAnswer,
-            ClientError::Truncated => Failure::Truncated,
+            ClientError::Truncated | ClientError::Left => Failure::Truncated,
             ClientError::Malformed => Failure::Malformed,
         }
     }
@@ -126,6 +126,30 @@ pub struct Exchange {
     /// Whether the answer met every limit; absent without limits.
     pub slo_met: Option<bool>,
     pub outcome: Result<(), Failure>,
+}
+
+impl Exchange {
+    /// A request of which nothing is known but when it was to be sent.
+    pub fn new(index: usize, intended: Instant) -> Exchange {
+        Exchange {
+            index,
+            replay_index: None,
+            session: index as u64,
+            prefix_group: None,
+            phase: Phase::Measured,
+            intended,
+            sent: intended,
+            first_content: None,
+            ended: intended,
+            gaps: Vec::new(),
+            usage: None,
+            content_events: 0,
+            aborted: false,
+            slow_reader: false,
+            slo_met: None,
+            outcome: Ok(()),
+        }
+    }
 }
 
 /// Everything counted in a run.
