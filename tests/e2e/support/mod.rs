@@ -1,7 +1,6 @@
 //! What the end-to-end tests share: the real binary as a child process, scripted workers, a raw HTTP client,
 //! and waiting for conditions. Nothing here sleeps to synchronise; every wait has a deadline.
 
-pub mod browser;
 pub mod client;
 pub mod router;
 pub mod worker;
