@@ -44,7 +44,8 @@ struct WorkerPage {
 }
 
 impl Scraper {
-    /// Begins to read `url` every so often; without a path it is `/metrics` there.
+    /// Reads `url` once, and then every so often; without a path it is `/metrics` there. What is counted before this
+    /// returns is not the run's.
     ///
     /// # Errors
     /// A URL that is none.
@@ -54,10 +55,13 @@ impl Scraper {
         let path = if target.prefix.is_empty() { "/metrics" } else { "" };
         let source = format!("http://{}{}{path}", target.authority, target.prefix);
         let (stop, stopped) = mpsc::channel();
+        let (begun, has_begun) = mpsc::channel::<()>();
         let poll = move || {
             let (start, mut series) = (Instant::now(), Series::new(source));
+            let mut begun = Some(begun);
             for number in 1.. {
                 let is_useful = series.read(&target, path, start);
+                drop(begun.take());
                 let next = start + every * number;
                 let pause = next.saturating_duration_since(Instant::now());
                 if !is_useful || stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
@@ -69,6 +73,8 @@ impl Scraper {
             series.finish()
         };
         let thread = std::thread::Builder::new().name("scrape".into()).spawn(poll)?;
+        // Nothing is ever sent: the other end goes with the first page.
+        let _ = has_begun.recv();
         Ok(Scraper { stop, thread })
     }
 
