@@ -36,9 +36,11 @@ fn of(distribution: &Distribution, value: f64) -> Option<f64> {
 }
 
 /// Name, unit, decimals, and where it is found.
-const LINES: [(&str, &str, usize, Value); 21] = [
+const LINES: [(&str, &str, usize, Value); 23] = [
     ("requests", "", 0, |it| Some(it.requests as f64)),
     ("errors", "", 0, |it| Some(it.errors as f64)),
+    ("left early", "", 0, |it| (it.aborted > 0).then_some(it.aborted as f64)),
+    ("slow readers", "", 0, |it| (it.slow_readers > 0).then_some(it.slow_readers as f64)),
     ("hit rate", "%", 1, |it| Some(it.hit_rate? * 100.0)),
     ("requests per second", "", 2, |it| Some(it.throughput_rps)),
     ("within limits per second", "", 2, |it| it.goodput_rps),

@@ -64,7 +64,7 @@ pub fn headline(figures: &Figures) -> Vec<Headline> {
     vec![
         of("TTFT p50", milliseconds(&figures.ttft_ms, figures.ttft_ms.p50)),
         of("TTFT p99", milliseconds(&figures.ttft_ms, figures.ttft_ms.p99)),
-        of("between tokens p50", milliseconds(&figures.inter_token_ms, figures.inter_token_ms.p50)),
+        of("token gap p50", milliseconds(&figures.inter_token_ms, figures.inter_token_ms.p50)),
         of("requests/s", chart::short(figures.throughput_rps)),
         of("hit rate", percent(figures.hit_rate)),
         of("errors", format!("{} of {}", figures.errors, figures.requests)),
