@@ -7,6 +7,7 @@ pub mod fleet;
 pub mod net;
 pub mod plan;
 pub mod prompt;
+pub mod report;
 pub mod run;
 pub mod seed;
 pub mod sim;

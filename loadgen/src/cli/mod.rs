@@ -4,6 +4,8 @@ mod decode_spread;
 mod demo;
 mod engine;
 mod fleet;
+mod output;
+mod report;
 mod run;
 mod workload;
 
@@ -31,6 +33,8 @@ enum Command {
     Fleet(fleet::FleetArguments),
     /// Send a workload to a router or an engine and report latencies.
     Run(run::RunArguments),
+    /// Compare finished runs: a table with ratios, a page, conditions that each must keep.
+    Report(report::ReportArguments),
 }
 
 pub fn main() -> ExitCode {
@@ -42,6 +46,7 @@ pub fn main() -> ExitCode {
         Command::Engine(arguments) => engine::run(arguments),
         Command::Fleet(arguments) => fleet::run(arguments),
         Command::Run(arguments) => run::run(arguments),
+        Command::Report(arguments) => report::run(arguments),
     };
     match outcome {
         Ok(code) => code,
