@@ -48,7 +48,7 @@ fn a_report_shows_where_prefixes_went_and_what_the_router_says_of_it() {
     let placement = report.figures.placement.as_ref().expect("answers name their workers");
     let served = |engine: &EngineHandle| {
         let column = placement.workers.iter().position(|worker| *worker == engine.worker_id());
-        column.map_or(0, |column| placement.groups.iter().map(|group| group.requests[column]).sum())
+        column.map_or(0, |column| placement.groups.iter().map(|group| group.requests[column]).sum::<u64>())
     };
     assert_eq!(engines.each_ref().map(served), engines.each_ref().map(|engine| engine.state().totals().finished));
     assert_eq!(placement.groups.len(), 3);

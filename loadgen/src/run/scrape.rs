@@ -44,8 +44,8 @@ struct WorkerPage {
 }
 
 impl Scraper {
-    /// Begins to read `url` every so often; without a path it is `/metrics` there. The first page has been read when this
-    /// returns: what a run counts is what rose since then.
+    /// Reads `url` once, and then every so often; without a path it is `/metrics` there. What is counted before this
+    /// returns is not the run's.
     ///
     /// # Errors
     /// A URL that is none.
@@ -58,22 +58,22 @@ impl Scraper {
         let (begun, has_begun) = mpsc::channel::<()>();
         let poll = move || {
             let (start, mut series) = (Instant::now(), Series::new(source));
-            let mut is_useful = series.read(&target, path, start);
-            drop(begun);
+            let mut begun = Some(begun);
             for number in 1.. {
+                let is_useful = series.read(&target, path, start);
+                drop(begun.take());
                 let next = start + every * number;
                 let pause = next.saturating_duration_since(Instant::now());
                 if !is_useful || stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
                     break;
                 }
-                is_useful = series.read(&target, path, start);
             }
             // Where the run ends between two samples, its last requests count too.
             series.read(&target, path, start);
             series.finish()
         };
         let thread = std::thread::Builder::new().name("scrape".into()).spawn(poll)?;
-        // Ends without a word, by the thread's dropping its side.
+        // Nothing is ever sent: the other end goes with the first page.
         let _ = has_begun.recv();
         Ok(Scraper { stop, thread })
     }
