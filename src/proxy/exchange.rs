@@ -174,9 +174,8 @@ fn begin(
     request: &Request,
     watched: &Watched<'_>,
 ) -> Result<Begun, ApiError> {
-    let started = Instant::now();
     let reading = Reading::of(service, &endpoint, request);
-    service.took(Stage::Parse, started.elapsed());
+    service.took(Stage::Parse, request.received.elapsed());
     let mut reading = reading?;
     access::note(|line| line.model = access::clipped(reading.model.as_bytes()));
     if reading.is_stream {
