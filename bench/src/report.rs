@@ -152,11 +152,13 @@ impl Report {
     /// For people: one line per proxy and scenario, then idle streams, goals, failures.
     pub fn table(&self) -> String {
         let mut text = String::new();
-        let _ = writeln!(
-            text,
-            "{:<16} {:<22} {:>7} {:>13} {:>3}  {:>9} {:>7}  {:>9} {:>9}  {:>9}",
-            "scenario", "proxy", "ratio", "(quartiles)", "n", "CPU us", "best", "per CPU s", "per s", "p50 us"
-        );
+        if !self.rows.is_empty() {
+            let _ = writeln!(
+                text,
+                "{:<16} {:<22} {:>7} {:>13} {:>3}  {:>9} {:>7}  {:>9} {:>9}  {:>9}",
+                "scenario", "proxy", "ratio", "(quartiles)", "n", "CPU us", "best", "per CPU s", "per s", "p50 us"
+            );
+        }
         let mut scenario = "";
         for row in &self.rows {
             if row.scenario != scenario && !scenario.is_empty() {
