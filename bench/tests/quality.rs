@@ -15,8 +15,10 @@ fn plan(rules: &[&str]) -> Plan {
     Plan {
         source: Source::Generated { shape: Shape::Agents, requests: 500, rate: 0.5 },
         engines: 4,
+        pairs: None,
         speed: Speed::default(),
         pool_tokens: 1 << 20,
+        host_tokens: 0,
         block_size: 64,
         event_lag: Duration::from_millis(2),
         slo: Slo { ttft_s: 2.0, itl_s: 0.1 },

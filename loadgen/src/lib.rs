@@ -8,5 +8,6 @@ pub mod net;
 pub mod prompt;
 pub mod run;
 pub mod seed;
+pub mod sibling;
 pub mod sim;
 pub mod words;

@@ -5,6 +5,7 @@ mod demo;
 mod engine;
 mod fleet;
 mod run;
+mod simulate;
 
 use std::process::ExitCode;
 
@@ -28,6 +29,8 @@ enum Command {
     Engine(engine::EngineArguments),
     /// Run engines of several kinds, with failures by schedule, until interrupted.
     Fleet(fleet::FleetArguments),
+    /// Run engines in virtual time before the router's decision code: hands over to `simulate` of the package `bench`.
+    Simulate(simulate::SimulateArguments),
     /// Send a workload to a router or an engine and report latencies.
     Run(run::RunArguments),
 }
@@ -40,6 +43,7 @@ pub fn main() -> ExitCode {
         Command::DecodeSpread(arguments) => decode_spread::run(arguments),
         Command::Engine(arguments) => engine::run(arguments),
         Command::Fleet(arguments) => fleet::run(arguments),
+        Command::Simulate(arguments) => simulate::run(arguments),
         Command::Run(arguments) => run::run(arguments),
     };
     match outcome {

@@ -52,6 +52,10 @@ impl<N: Copy + Eq + Hash> BlockPool<N> {
         self.blocks.len()
     }
 
+    pub fn keeps_copies(&self) -> bool {
+        self.keeps_copies
+    }
+
     /// Blocks that can be handed out, evicting if need be.
     pub fn blocks_free(&self) -> usize {
         self.free
