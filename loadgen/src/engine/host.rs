@@ -4,8 +4,10 @@
 //! Contents are written through: a block goes to the host when it has been computed, not when the device evicts it, so
 //! that most contents are in both. The least recently used goes first; a lookup uses a request's blocks last block first.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::hash::Hash;
+
+use hashbrown::HashMap;
 
 use super::hash::Digest;
 
