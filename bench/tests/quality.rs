@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use bench::simulation::{Plan, Rule, RunResult, Source, run_all};
 use loadgen::engine::scheduler::Speed;
-use loadgen::sim::{Pairs, Shape, Slo, TRACE_BLOCK_TOKENS, TraceLine};
+use loadgen::plan::trace::TRACE_BLOCK_TOKENS;
+use loadgen::sim::{Pairs, Shape, Slo, TraceLine};
 
 fn plan(rules: &[&str]) -> Plan {
     Plan {

@@ -26,6 +26,8 @@ pub enum Command {
     Man,
     /// Prints the reference of all options, as Markdown.
     ConfigReference,
+    /// Prints a configuration file with every option as a comment.
+    ConfigExample,
 }
 
 #[derive(Debug, Subcommand)]
@@ -195,6 +197,17 @@ pub struct RoutingArgs {
     /// Further attempts on other workers, before any byte of the answer has reached the client.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub request_max_retries: u32,
+    /// true|false: an answer names the worker that made it in `x-worker-instance-id`, and of a pair the prefill half in
+    /// `x-prefill-instance-id`; with the rank where it has ranks.
+    #[arg(
+        long,
+        value_name = "BOOL",
+        default_value = "false",
+        num_args = 0..=1,
+        default_missing_value = "true",
+        action = clap::ArgAction::Set
+    )]
+    pub answer_names_worker: bool,
 }
 
 #[derive(Debug, Clone, Args)]

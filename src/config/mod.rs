@@ -7,6 +7,7 @@ mod check;
 pub mod cli;
 mod effective;
 mod engine;
+mod example;
 mod file;
 mod pages;
 mod reload;
@@ -100,6 +101,8 @@ pub struct Config {
     /// Bound of the prefix cache; 0 for none.
     pub prompt_cache_bytes: usize,
     pub request_retries_max: u32,
+    /// Whether answers say who made them.
+    pub answer_names_worker: bool,
     pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,
@@ -172,6 +175,7 @@ where
         Some(Command::Completions { shell }) => page(pages::completions(shell)),
         Some(Command::Man) => page(pages::man()),
         Some(Command::ConfigReference) => page(pages::reference()),
+        Some(Command::ConfigExample) => page(example::file()),
         None if cli.serve.source.check_config => Err(check::report(load(&arguments, Names::Unresolved))),
         None => load(&arguments, Names::Resolved).map(|config| Invocation::Serve(Box::new(config))),
     }

@@ -5,7 +5,7 @@
 
 /// What a block in host memory is worth where one in device memory counts 1, unless `--kv-host-tier-weight` says
 /// otherwise.
-pub const HOST_TIER_WEIGHT: f64 = 0.75;
+pub const HOST_TIER_WEIGHT: f64 = 0.5;
 
 /// What is known of one target when a request is picked for.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -4,8 +4,11 @@ mod decode_spread;
 mod demo;
 mod engine;
 mod fleet;
+mod output;
+mod report;
 mod run;
 mod simulate;
+mod workload;
 
 use std::process::ExitCode;
 
@@ -33,6 +36,8 @@ enum Command {
     Simulate(simulate::SimulateArguments),
     /// Send a workload to a router or an engine and report latencies.
     Run(run::RunArguments),
+    /// Compare finished runs: a table with ratios, a page, conditions that each must keep.
+    Report(report::ReportArguments),
 }
 
 pub fn main() -> ExitCode {
@@ -45,6 +50,7 @@ pub fn main() -> ExitCode {
         Command::Fleet(arguments) => fleet::run(arguments),
         Command::Simulate(arguments) => simulate::run(arguments),
         Command::Run(arguments) => run::run(arguments),
+        Command::Report(arguments) => report::run(arguments),
     };
     match outcome {
         Ok(code) => code,

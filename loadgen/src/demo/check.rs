@@ -1,6 +1,7 @@
 //! Owns the questions put to a router: is it ready, does its view of each cache equal the engine's, is its load zero
 //! at rest, does a repeated prefix get faster without adding blocks. Never prints.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -10,6 +11,7 @@ use super::DemoConfig;
 use super::router::RouterProcess;
 use crate::engine::{EngineHandle, EngineState};
 use crate::net::client::{Client, Target};
+use crate::net::exposition::samples;
 use crate::prompt::TextModel;
 use crate::run::answer::Answer;
 use crate::run::driver::fetch;
@@ -164,6 +166,7 @@ impl Router {
             if answer.push_events(bytes) > 0 {
                 first.get_or_insert_with(|| start.elapsed());
             }
+            ControlFlow::Continue(())
         };
         let request = self.client.request("POST", "/v1/chat/completions", headers, payload.as_bytes(), take);
         let head = request.await.map_err(|error| anyhow::anyhow!("seed check: {error:?}"))?;
@@ -201,10 +204,7 @@ fn seed_check_body(config: &DemoConfig, text: &TextModel) -> Result<Value> {
 
 /// Sum of a gauge's samples, `None` when there is none.
 fn gauge_sum(metrics: &str, name: &str) -> Option<f64> {
-    let values = metrics.lines().filter_map(|line| {
-        let rest = line.strip_prefix(name)?;
-        (rest.starts_with('{') || rest.starts_with(' ')).then(|| rest.rsplit(' ').next()?.parse::<f64>().ok())?
-    });
+    let values = samples(metrics).filter(|sample| sample.name == name).map(|sample| sample.value);
     values.fold(None, |sum, value| Some(sum.unwrap_or(0.0) + value))
 }
 

@@ -2,6 +2,7 @@
 //! dashboard.
 
 mod access_log;
+pub mod browser;
 mod dashboard;
 mod explain;
 mod metric_names;
