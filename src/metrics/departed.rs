@@ -2,11 +2,11 @@
 //! comes back goes on where it was; then they go, and so rollouts do not grow the page. Never counts anything itself.
 
 use std::collections::{HashMap, HashSet};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::fleet::{Fleet, Worker};
 use crate::limits::{DEPARTED_SERIES_KEPT, DEPARTED_SERIES_MAX};
-use crate::proxy::{Series, TargetFamilies};
+use crate::proxy::{RouterLabel, Series, TargetFamilies};
 use crate::worker::{Name, Role};
 
 /// What is known of the series that shards have made.
@@ -15,9 +15,6 @@ pub struct DepartedSeries {
     /// With the moment at which their owner was first missed.
     known: HashMap<Series, Option<Instant>>,
 }
-
-/// Between two looks.
-pub const LOOK_INTERVAL: Duration = Duration::from_secs(5);
 
 impl DepartedSeries {
     /// Notes who is there, and drops the series of those who have not been for long enough.
@@ -42,7 +39,9 @@ impl DepartedSeries {
         if gone.is_empty() {
             return;
         }
-        gone.iter().for_each(|(_, series)| drop(self.known.remove(series)));
+        for (_, series) in gone {
+            self.known.remove(series);
+        }
         families.forget(gone.iter().map(|(_, series)| series));
     }
 }
@@ -75,11 +74,128 @@ impl<'a> Owners<'a> {
                     && rank.is_none_or(|rank| rank < worker.record.rank_count())
             }),
             Series::Worker { router, model, worker } => self.worker(worker).is_some_and(|worker| {
-                worker.record.model_name == **model && router.is_of(worker.record.disagg_mode)
+                worker.record.model_name == **model && RouterLabel::of(worker.record.disagg_mode) == *router
             }),
-            Series::Model { router, model } => {
-                Role::ALL.into_iter().any(|role| router.is_of(role) && self.models.contains(&(&**model, role)))
+            Series::Model { router, model } => Role::ALL
+                .into_iter()
+                .any(|role| RouterLabel::of(role) == *router && self.models.contains(&(&**model, role))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::fleet::fixtures::{Member, fleet, member};
+    use crate::proxy::{RequestMetrics, TargetHandles, TargetTotals};
+
+    struct Bench {
+        metrics: RequestMetrics,
+        shard: TargetHandles,
+        departed: DepartedSeries,
+        now: Instant,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let metrics = RequestMetrics::new(1).unwrap();
+            Self { metrics, shard: TargetHandles::default(), departed: DepartedSeries::default(), now: Instant::now() }
+        }
+
+        /// One request of each target. `round` makes the records new ones.
+        fn count(&self, members: &[Member], round: u64) {
+            let mut fleet = fleet(members);
+            for target in &mut fleet.targets {
+                target.record_id.0 += round << 32;
+                if let Some(rank) = target.rank {
+                    target.route_key = format!("{}#dp{rank}", target.worker.id).into();
+                }
+                let handles = self.shard.of(&self.metrics.targets, target);
+                handles.picks.inc();
+                handles.ttft.observe(1.0);
+                handles.input_tokens.observe(7.0);
             }
         }
+
+        fn look(&mut self, members: &[Member], after: Duration) {
+            self.now += after;
+            self.departed.look(self.now, &fleet(members), &self.metrics.targets);
+        }
+
+        fn series(&self, family: &str) -> Vec<String> {
+            let families = self.metrics.registry().gather();
+            let metrics = families.iter().filter(|it| it.name() == family).flat_map(|it| it.get_metric());
+            metrics.map(|it| it.get_label().iter().map(|label| label.value()).collect::<Vec<_>>().join(" ")).collect()
+        }
+
+        fn picks(&self, route_key: &str) -> Option<u64> {
+            self.metrics.targets.totals().get(route_key).map(|TargetTotals { picks, .. }| *picks)
+        }
+    }
+
+    const MOMENT: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn series_stay_for_a_while_and_a_worker_that_returns_goes_on() {
+        let mut bench = Bench::new();
+        let both = || [member("a:1", "m", Role::Mixed), member("b:1", "m", Role::Mixed)];
+        let one = || [member("a:1", "m", Role::Mixed)];
+        bench.count(&both(), 0);
+        bench.look(&both(), MOMENT);
+        bench.look(&one(), MOMENT);
+        bench.look(&one(), DEPARTED_SERIES_KEPT - MOMENT);
+        assert_eq!(bench.picks("b:1"), Some(1), "a scrape sees the last value");
+        // Back in time: nothing has happened, and the time begins anew when it leaves again.
+        bench.count(&both(), 1);
+        bench.look(&both(), MOMENT);
+        assert_eq!((bench.picks("a:1"), bench.picks("b:1")), (Some(2), Some(2)));
+        bench.look(&one(), DEPARTED_SERIES_KEPT);
+        assert_eq!(bench.picks("b:1"), Some(2));
+        bench.look(&one(), DEPARTED_SERIES_KEPT);
+        assert_eq!((bench.picks("a:1"), bench.picks("b:1")), (Some(2), None));
+        assert_eq!(bench.series("infera_time_to_first_token_seconds"), ["m a:1 mixed"]);
+        assert_eq!(bench.series("infera_input_sequence_tokens"), ["m mixed"]);
+        // Back afterwards it begins anew, and what the shard held from before is not what it counts with.
+        bench.count(&both(), 1);
+        bench.count(&both(), 1);
+        assert_eq!((bench.picks("a:1"), bench.picks("b:1")), (Some(4), Some(2)));
+        assert_eq!(bench.shard.len(), 2);
+    }
+
+    #[test]
+    fn a_changed_role_rank_or_model_leaves_what_it_was_before() {
+        let mut bench = Bench::new();
+        let before = || [member("a:1", "m", Role::Prefill), member("b:1", "m", Role::Mixed).ranks(2)];
+        bench.count(&before(), 0);
+        bench.look(&before(), MOMENT);
+        let after = || [member("a:1", "m", Role::Decode), member("b:1", "n", Role::Mixed)];
+        bench.count(&after(), 1);
+        bench.look(&after(), MOMENT);
+        let of_ranks = ["decode a:1", "mixed b:1", "mixed b:1#dp0", "mixed b:1#dp1", "prefill a:1"];
+        assert_eq!(bench.series("infera_router_picks_total"), of_ranks);
+        bench.look(&after(), DEPARTED_SERIES_KEPT);
+        assert_eq!(bench.series("infera_router_picks_total"), ["decode a:1", "mixed b:1"]);
+        assert_eq!(bench.series("infera_time_to_first_token_seconds"), ["m a:1 disagg", "n b:1 mixed"]);
+        assert_eq!(bench.series("infera_input_sequence_tokens"), ["m disagg", "n mixed"]);
+    }
+
+    #[test]
+    fn beyond_the_cap_the_longest_gone_go_at_once() {
+        let mut bench = Bench::new();
+        let names: Vec<&'static str> =
+            (0..DEPARTED_SERIES_MAX + 100).map(|number| &*Box::leak(format!("w{number}").into_boxed_str())).collect();
+        for (round, some) in names.chunks(500).enumerate() {
+            let members = || some.iter().map(|name| member(name, "m", Role::Mixed)).collect::<Vec<_>>();
+            bench.count(&members(), round as u64);
+            bench.look(&members(), Duration::ZERO);
+            bench.look(&[], Duration::from_millis(1));
+            let kept = bench.series("infera_router_picks_total").len()
+                + bench.series("infera_time_to_first_token_seconds").len();
+            assert!(kept <= DEPARTED_SERIES_MAX, "{kept} series of workers that left");
+        }
+        assert_eq!(bench.picks(names[0]), None);
+        assert_eq!(bench.picks(names[names.len() - 1]), Some(1));
     }
 }
