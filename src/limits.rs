@@ -230,3 +230,5 @@ pub const DEPARTED_SERIES_KEPT: std::time::Duration = std::time::Duration::from_
 pub const DEPARTED_SERIES_MAX: usize = 4_096;
 /// Models whose diverged targets are counted by name; further ones are counted together.
 pub const DIVERGED_MODELS_MAX: usize = 1_024;
+/// Members of a request body's object; each is remembered with its place, and the engines know about a hundred.
+pub const BODY_MEMBERS_MAX: usize = 4_096;

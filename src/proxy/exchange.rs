@@ -462,6 +462,10 @@ async fn relay(
             access::note(|line| line.ended = Ended::Cut);
             picked.failed(shared);
             warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "an answer was cut by its worker");
+            if !responder.started() {
+                // What came with the head was broken, and so nothing of it has gone out.
+                return Box::pin(refuse(dialect, worker_error(picked, &error), responder)).await;
+            }
             Outcome::Error
         }
         RelayOutcome::ClientGone => Outcome::StreamFailed,
