@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use infera_shards::Engine;
 use sd_notify::NotifyState;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tracing::{debug, info, warn};
 
@@ -53,6 +53,8 @@ impl Supervisor {
         let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot install signal handlers")?;
         let hangup = Arc::new(AtomicBool::new(false));
         signal_hook::flag::register(SIGHUP, hangup.clone()).context("cannot install signal handlers")?;
+        // Whoever rotates the logs of a host must not end a router that is about to start, or has no access log.
+        signal_hook::flag::register(SIGUSR1, Arc::default()).context("cannot install signal handlers")?;
         let (sender, receiver) = channel();
         let forward = move || signals.forever().take_while(|signal| sender.send(*signal).is_ok()).for_each(drop);
         std::thread::Builder::new().name("signals".to_owned()).spawn(forward).context("cannot start a thread")?;
@@ -86,12 +88,13 @@ impl Supervisor {
             flags = driver.flags.join("+"),
             "listening"
         );
-        tell(&[NotifyState::Ready]);
+        let status = format!("listening on {}, {} shards, {}", engine.local_addr(), config.shards, driver.name);
+        tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
     }
 
     /// The process has begun to end.
     pub fn stopping(&self) {
-        tell(&[NotifyState::Stopping]);
+        tell(&[NotifyState::Stopping, NotifyState::Status("draining")]);
     }
 
     /// Waits for a signal, or for the loss of a shard or of what `others` finds missing. `reload` is called for each SIGHUP;

@@ -83,6 +83,30 @@ fn what_must_be_one_is_one() {
     }
 }
 
+/// The workspaces beside this one have lock files of their own, which no build here would find stale.
+#[test]
+fn other_lock_files_name_every_dependency() {
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap().parse::<toml::Table>().unwrap();
+    for workspace in ["tests/fuzz/coverage", "bench/dynamo"] {
+        let lock = read(&format!("{workspace}/Cargo.lock"));
+        for (package, manifest) in [("infera-router", "Cargo.toml"), ("infera-shards", "shards/Cargo.toml")] {
+            let packages = lock["package"].as_array().unwrap();
+            let entry = packages.iter().find(|entry| entry["name"].as_str() == Some(package)).unwrap();
+            // A name may be followed by its version.
+            let is_locked = |name: &str| {
+                let mut listed = entry["dependencies"].as_array().unwrap().iter().filter_map(toml::Value::as_str);
+                listed.any(|dependency| dependency.split(' ').next() == Some(name))
+            };
+            let manifest = read(manifest);
+            let dependencies = manifest["dependencies"].as_table().unwrap();
+            let is_optional = |value: &toml::Value| value.get("optional").and_then(toml::Value::as_bool) == Some(true);
+            let missing: Vec<_> =
+                dependencies.iter().filter(|(name, value)| !is_optional(value) && !is_locked(name)).collect();
+            assert!(missing.is_empty(), "{workspace}: `cargo update --workspace` adds {missing:?}");
+        }
+    }
+}
+
 /// The lint denies it everywhere; this is where it may be allowed again.
 #[test]
 fn unsafe_code_stands_in_one_file() {

@@ -1,19 +1,24 @@
 //! The whole way from sockets to the published view against a naive model, for random publishers: batches get lost, come
 //! twice or late, publishers begin anew, and a replay socket has all, some or none of what is missing. At rest the view
-//! is the model's, exactly. The model is plain sets, told from the publisher's point of view.
+//! is the model's, exactly. The model is plain sets, told from the publisher's point of view. `INFERA_MODEL_SEEDS=N` runs
+//! so many seeds of each kind instead of 40.
 #![allow(clippy::unwrap_used)]
 
 mod kv_publisher;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use infera_router::hash::{BlockHash, prompt_blocks};
 use infera_router::ingest::{Ingest, IngestConfig, IngestHandle};
 use kv_publisher::*;
 
-const SEEDS: u64 = 40;
 const STEPS: usize = 60;
+
+fn seeds() -> Range<u64> {
+    0..std::env::var("INFERA_MODEL_SEEDS").map_or(40, |count| count.parse().expect("a number"))
+}
 
 /// What the replay socket can give.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -312,6 +317,9 @@ fn run(seed: u64, replay: Replay) {
             }
         }
     }
+    if scene.is_due {
+        scene.check(&ingest, &format!("seed {seed} {replay:?} before the end"));
+    }
     scene.publish(true);
     scene.check(&ingest, &format!("seed {seed} {replay:?} at the end"));
     ingest.fleet_updates.send(Vec::new());
@@ -322,16 +330,16 @@ fn run(seed: u64, replay: Replay) {
 
 #[test]
 fn without_replay_the_view_is_what_came_since_the_last_gap() {
-    (0..SEEDS).for_each(|seed| run(seed, Replay::None));
+    seeds().for_each(|seed| run(seed, Replay::None));
 }
 
 /// The engine keeps the last batches only: a gap that lies in them is filled, one that is longer costs what came before.
 #[test]
 fn with_a_short_replay_the_view_is_what_could_be_had() {
-    (0..SEEDS).for_each(|seed| run(2_000 + seed, Replay::Last(3)));
+    seeds().for_each(|seed| run(20_000 + seed, Replay::Last(3)));
 }
 
 #[test]
 fn with_replay_the_view_is_the_cache_whatever_was_lost() {
-    (0..SEEDS).for_each(|seed| run(1_000 + seed, Replay::All));
+    seeds().for_each(|seed| run(10_000 + seed, Replay::All));
 }

@@ -3,6 +3,9 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
+#[path = "support/certificates.rs"]
+mod certificates;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -96,7 +99,9 @@ fn the_package_installs_and_leaves_nothing_when_it_is_purged() {
         "usr/share/fish/vendor_completions.d/infera-router.fish",
         "usr/share/doc/infera-router/copyright",
         "usr/share/doc/infera-router/changelog.gz",
+        "usr/share/doc/infera-router/changelog.Debian.gz",
         "usr/share/infera-router/check.sh",
+        "etc/logrotate.d/infera-router",
     ] {
         assert!(installed.contains(file), "{file} is not among {installed:#?}");
     }
@@ -124,13 +129,18 @@ fn the_package_installs_and_leaves_nothing_when_it_is_purged() {
 
     dpkg(&root, &["--remove", "infera-router"]);
     let kept: Vec<_> = of_package(&root).into_iter().filter(|file| file.contains("infera-router")).collect();
-    assert_eq!(kept, ["etc/infera-router/infera-router.env", "etc/infera-router/router.toml"], "conffiles alone");
+    let conffiles =
+        ["etc/infera-router/infera-router.env", "etc/infera-router/router.toml", "etc/logrotate.d/infera-router"];
+    assert_eq!(kept, conffiles);
+    let logs = root.join("var/log/private/infera-router");
+    std::fs::create_dir_all(&logs).unwrap();
+    std::fs::write(logs.join("access.log"), "").unwrap();
     dpkg(&root, &["--purge", "infera-router"]);
     let kept: Vec<_> = of_package(&root).into_iter().filter(|file| file.contains("infera-router")).collect();
     assert!(kept.is_empty() && !root.join("etc/infera-router").exists(), "{kept:?}");
 
     match Command::new("lintian").arg("--version").output() {
-        Ok(_) => drop(run(Command::new("lintian").args(["--fail-on", "error", &package]))),
+        Ok(_) => drop(run(Command::new("lintian").args(["--allow-root", "--fail-on", "error,warning", &package]))),
         Err(_) => eprintln!("NOT RUN: lintian is not installed"),
     }
 }
@@ -138,25 +148,59 @@ fn the_package_installs_and_leaves_nothing_when_it_is_purged() {
 #[test]
 fn the_example_configuration_is_good_and_so_is_every_line_that_it_offers() {
     let check = |path: &Path| run(Command::new(BINARY).arg("--check-config").arg("--config").arg(path));
-    check(&tuning().join("router.toml"));
+    let defaults = check(&tuning().join("router.toml"));
     let directory = tempfile::tempdir().unwrap();
     // Files that the example names are not on this host.
-    let (keys, tokenizer) = (directory.path().join("keys"), "router-tokenizer-path");
-    std::fs::write(&keys, "sk-1\n").unwrap();
+    let made = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        format!("{path:?}")
+    };
+    let authority = certificates::Authority::new();
+    let own = authority.issue(&["router.test"]);
+    let (keys, authorities) = (made("keys", "sk-1\n"), made("authorities.pem", &authority.pem()));
+    let path_for = |name: &str| match name {
+        "api-key-file" | "worker-api-key-file" => Some(keys.clone()),
+        "access-log-file" => Some(made("access.log", "")),
+        "workers-file" => Some(made("workers.json", "[]")),
+        "tls-cert-file" => Some(made("own.pem", &own.pem())),
+        "tls-key-file" => Some(made("own.key", &own.key_pem())),
+        name if name.ends_with("-ca-file") => Some(authorities.clone()),
+        "router-tokenizer-path" => {
+            loadgen::prompt::write_shipped_tokenizer(directory.path()).unwrap();
+            Some(format!("{:?}", directory.path()))
+        }
+        _ => None,
+    };
     let example = std::fs::read_to_string(tuning().join("router.toml")).unwrap();
-    let offered: Vec<_> =
-        example.lines().filter_map(|line| line.strip_prefix('#')).filter(|line| !line.starts_with(' ')).collect();
-    assert!(offered.len() > 10, "{offered:?}");
-    let lines =
-        offered.iter().filter(|line| !line.starts_with(tokenizer)).map(|line| match line.split_once("-file = ") {
-            Some((name, _)) => format!("{name}-file = \"{}\"\n", keys.display()),
-            None => format!("{line}\n"),
-        });
+    let is_option = |line: &&str| !line.starts_with([' ', '#']);
+    let offered: Vec<_> = example
+        .lines()
+        .filter_map(|line| line.strip_prefix('#'))
+        .filter(|line| !line.is_empty() && is_option(line))
+        .collect();
+    let lines = offered.iter().map(|line| {
+        let (name, value) = line.split_once(" = ").unwrap();
+        match (name, value) {
+            // A log that is off has no file.
+            ("access-log", _) => "access-log = \"json\"\n".to_owned(),
+            _ => format!("{name} = {}\n", path_for(name).unwrap_or_else(|| value.to_owned())),
+        }
+    });
     let all = directory.path().join("all.toml");
     std::fs::write(&all, lines.collect::<String>()).unwrap();
     let report = check(&all);
-    let from_the_file = report.lines().filter(|line| line.contains("(file, line ")).count();
-    assert_eq!(from_the_file, offered.len() - 1, "{report}");
+    let of_file = |line: &&str| line.contains("(file, line ");
+    // Every option but the one that names the file.
+    let options = defaults.lines().filter(|line| line.ends_with("(default)")).count();
+    assert_eq!(report.lines().filter(of_file).count(), options, "{report}");
+    // Where an option has a default, the example shows it.
+    for line in report.lines().filter(of_file).filter(|line| !line.contains("/") && !line.starts_with("access-log")) {
+        let (setting, _) = line.split_once(" (file").unwrap();
+        let name = setting.split_once(" = ").map_or(setting, |(name, _)| name);
+        let has_none = defaults.contains(&format!("{name} is not set (default)"));
+        assert!(has_none || defaults.contains(&format!("{setting} (default)")), "{line}: {defaults}");
+    }
 }
 
 #[test]
@@ -178,11 +222,26 @@ fn the_man_page_and_the_completions_can_be_read_by_their_programs() {
     }
     // What bash itself would offer.
     let script = written("completion.bash", &["completions", "bash"]);
-    let complete = format!(
-        ". {}; COMP_WORDS=(infera-router --kv-overl); COMP_CWORD=1; \
-         $(complete -p infera-router | sed 's/.*-F \\([^ ]*\\).*/\\1/') infera-router --kv-overl infera-router; \
-         printf '%s\\n' \"${{COMPREPLY[@]}}\"",
-        script.display()
-    );
-    assert_eq!(run(Command::new("bash").args(["-c", &complete])).trim(), "--kv-overlap-weight");
+    for (typed, offered) in [
+        ("--kv-overl", "--kv-overlap-weight"),
+        ("--kv-load ''", "queue active"),
+        ("--port 80", "80"),
+        ("--kv-self-heal ''", "true false"),
+        ("ins", "inspect"),
+        ("inspect ''", "-h --help prompt events help"),
+        ("inspect prompt --eng", "--engine"),
+        ("completions b", "bash"),
+    ] {
+        let words: Vec<_> = ["infera-router"].into_iter().chain(typed.split(' ')).collect();
+        let complete = format!(
+            ". {}; COMP_WORDS=({}); COMP_CWORD={}; \
+             $(complete -p infera-router | sed 's/.*-F \\([^ ]*\\).*/\\1/') infera-router {} {}; echo \"${{COMPREPLY[@]}}\"",
+            script.display(),
+            words.join(" "),
+            words.len() - 1,
+            words[words.len() - 1],
+            words[words.len() - 2],
+        );
+        assert_eq!(run(Command::new("bash").args(["-c", &complete])).trim(), offered, "{typed}");
+    }
 }

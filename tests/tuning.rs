@@ -1,7 +1,7 @@
 //! The files of `tuning/` as far as a container can tell: units that systemd accepts, scripts that parse, that print what
 //! they change and put it back, and a host check that changes nothing.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -99,6 +99,15 @@ fn scripts_parse_and_explain_themselves() {
         if path.extension().is_some_and(|extension| extension == "sh") {
             assert!(run(Command::new("bash").arg("-n").arg(&path)).status.success(), "{}", path.display());
         }
+    }
+    let scripts =
+        "shellcheck -x -P tuning -P tuning/engines tuning/*.sh tuning/engines/*.sh tuning/package/p* tests/systemd.sh";
+    match Command::new("shellcheck").arg("--version").output() {
+        Ok(_) => {
+            let output = run(Command::new("sh").args(["-c", scripts]).current_dir(env!("CARGO_MANIFEST_DIR")));
+            assert!(output.status.success(), "{}", text(&output));
+        }
+        Err(_) => eprintln!("NOT RUN: shellcheck is not installed"),
     }
     for script in ["irq.sh", "governor.sh"] {
         let output = run(Command::new("bash").arg(tuning().join(script)));

@@ -16,15 +16,17 @@ CPUS=/sys/devices/system/cpu
 case ${1:-} in
 show)
     found=0
-    for file in $CPUS/cpu[0-9]*/cpufreq/scaling_governor; do say "$file = $(cat "$file")"; found=1; done
+    for file in "$CPUS"/cpu[0-9]*/cpufreq/scaling_governor; do say "$file = $(cat "$file")"; found=1; done
     [ $found = 1 ] || say "no frequency control here (a virtual machine leaves it to its host)"
-    for state in $CPUS/cpu0/cpuidle/state[0-9]*; do
+    for state in "$CPUS"/cpu0/cpuidle/state[0-9]*; do
         say "idle state $(cat "$state/name"): $(cat "$state/latency") us to leave, disabled = $(cat "$state/disable")"
     done
     ;;
 apply)
-    for file in $CPUS/cpu[0-9]*/cpufreq/scaling_governor; do change "$file" performance; done
-    for state in $CPUS/cpu[0-9]*/cpuidle/state[0-9]*; do
+    found=0
+    for file in "$CPUS"/cpu[0-9]*/cpufreq/scaling_governor; do change "$file" performance; found=1; done
+    [ $found = 1 ] || say "no frequency control here (a virtual machine leaves it to its host)"
+    for state in "$CPUS"/cpu[0-9]*/cpuidle/state[0-9]*; do
         [ "$(cat "$state/latency")" -le $LATENCY_MAX_US ] || change "$state/disable" 1
     done
     ;;

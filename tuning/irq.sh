@@ -21,9 +21,9 @@ cpus_of() { # 0-1,8 -> 0 1 8
 # Interrupt numbers of a card: the MSI vectors of its PCI device, or the lines that carry its name (virtio).
 irqs_of() {
     local device=/sys/class/net/$1/device
-    [ -d "/sys/class/net/$1" ] || die "no interface $1; there are: $(ls /sys/class/net | tr '\n' ' ')"
+    [ -d "/sys/class/net/$1" ] || die "no interface $1; there are: $(cd /sys/class/net && echo *)"
     if [ -d "$device/msi_irqs" ]; then
-        ls "$device/msi_irqs" | sort -n
+        (cd "$device/msi_irqs" && printf '%s\n' *) | sort -n
     else
         local name=$1
         [ -e "$device" ] && name="$1|$(basename "$(readlink -f "$device")")"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the scripts of this folder share: writing a setting down before it is changed, and putting it back.
 # Sourced, not run. The caller sets STATE, the file that remembers.
 

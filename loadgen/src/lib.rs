@@ -5,6 +5,7 @@ pub mod demo;
 pub mod engine;
 pub mod fleet;
 pub mod net;
+pub mod plan;
 pub mod prompt;
 pub mod run;
 pub mod seed;

@@ -39,9 +39,9 @@ const STOP_GRACE: Duration = Duration::from_secs(2);
 /// Why the engine did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("cannot listen on {address}: {source}")]
+    #[error("cannot listen on {address}")]
     Listen { address: SocketAddr, source: io::Error },
-    #[error("cannot start the runtime of shard {shard}: {source}")]
+    #[error("cannot start the runtime of shard {shard}")]
     Runtime { shard: usize, source: io::Error },
     /// io_uring is required and not to be had; the text names what to change.
     #[error("{0}")]

@@ -123,13 +123,19 @@ pub fn endpoint(method: &Method, target: &str) -> Endpoint {
         "/v1/admin/log-level" => Endpoint::WrongMethod("GET, HEAD, PUT"),
         _ if path.starts_with(CACHE_VIEW) => get(Endpoint::CacheView(percent_decoded(&path[CACHE_VIEW.len()..]))),
         _ if path.starts_with(MODELS) => get(Endpoint::Model(percent_decoded(&path[MODELS.len()..]))),
-        _ if path.starts_with("/v1/admin/") => Endpoint::Unknown,
+        _ if is_of_the_router(path) => Endpoint::Unknown,
         _ if OF_ENGINES.contains(&path) => post(Endpoint::Forward),
         _ if !path.starts_with("/v1/") || leaves_its_place(path) => Endpoint::Unknown,
         // It would show the sender what this router adds for workers alone.
         _ if *method == Method::TRACE => Endpoint::WrongMethod("GET, POST, DELETE"),
         _ => Endpoint::Forward,
     }
+}
+
+/// Paths that are this router's, whether it knows them or not: a worker that is asked for them could be a router too.
+fn is_of_the_router(path: &str) -> bool {
+    let below = |top: &str| path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    below("/v1/admin") || below("/v1/workers")
 }
 
 /// Whether the path has a `.` or `..` segment, in any spelling. A worker, or a proxy in front of it, may resolve them: what
@@ -176,7 +182,10 @@ mod tests {
         check(Method::GET, "/v1/responses/abc", Endpoint::Forward);
         check(Method::POST, "/v1/embeddings", Endpoint::Forward);
         check(Method::DELETE, "/v1/responses/abc", Endpoint::Forward);
-        check(Method::POST, "/v1/admin/unheard-of", Endpoint::Unknown);
+        for unheard_of in ["/v1/admin/unheard-of", "/v1/admin", "/v1/admin?x=1", "/v1/admin/", "/v1/workers/x"] {
+            check(Method::POST, unheard_of, Endpoint::Unknown);
+        }
+        check(Method::POST, "/v1/administration", Endpoint::Forward);
         check(Method::POST, "/v1/admin/explain?text=1", Endpoint::Explain);
         check(Method::GET, "/v1/admin/explain", Endpoint::WrongMethod("POST"));
         check(Method::PUT, "/v1/admin/log-level", Endpoint::LogLevel);

@@ -1,7 +1,7 @@
 //! `--check-config`: what the start would find wrong, as far as no network is needed, and every option with its source.
 //! Never opens a socket and never looks up a name.
 
-use super::{Config, EXIT_USAGE, Refusal};
+use super::{Config, EXIT_USAGE, Refusal, engine};
 use crate::discovery;
 
 /// The whole report. The exit code is 0, or 2 with the problems alone.
@@ -13,6 +13,7 @@ pub(super) fn report(loaded: Result<Config, Refusal>) -> Refusal {
     };
     let mut problems = String::new();
     let mut warnings = config.warnings.clone();
+    warnings.extend(engine::unusable_cpus(&config.shard_cpus));
     if let Some(path) = &config.discovery.workers_file {
         match discovery::check_workers_file(path) {
             // The router would run without these records, so they are no reason to refuse.

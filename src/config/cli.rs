@@ -24,6 +24,8 @@ pub enum Command {
     Man,
     /// Prints the reference of all options, as Markdown.
     ConfigReference,
+    /// Prints a configuration file with every option as a comment.
+    ConfigExample,
 }
 
 #[derive(Debug, Subcommand)]

@@ -92,7 +92,7 @@ impl fmt::Display for Source {
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Setting { name, source, .. } = self;
-        match self.values.is_empty() {
+        match self.values.iter().all(String::is_empty) {
             true => write!(f, "{name} is not set ({source})"),
             false => write!(f, "{name} = {} ({source})", self.shown().collect::<Vec<_>>().join(" ")),
         }

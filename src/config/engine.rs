@@ -44,7 +44,7 @@ pub fn raise_descriptor_limit(connections_max: usize) {
     if fitting < connections_max {
         tracing::warn!(
             connections_max = fitting,
-            open_files_max = ?getrlimit(Resource::Nofile).current,
+            open_files_max = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX),
             "the limit of open files allows fewer connections than --max-connections"
         );
     }
@@ -60,6 +60,16 @@ fn connections_that_fit() -> usize {
 fn fitting(descriptors: usize) -> usize {
     let reserve = limits::DESCRIPTORS_RESERVED.min(descriptors / 4);
     ((descriptors - reserve) / 2).max(1)
+}
+
+/// What is wrong with a list of CPUs on this machine: their shards run unpinned.
+pub(super) fn unusable_cpus(cpus: &ShardCpus) -> Option<String> {
+    let ShardCpus::List(named) = cpus else { return None };
+    let allowed = allowed_cpus();
+    let unusable: Vec<_> = named.iter().filter(|cpu| !allowed.contains(cpu)).map(usize::to_string).collect();
+    let text =
+        || format!("--shard-cpus: this process may not run on CPU {}; shards there run unpinned", unusable.join(", "));
+    (!unusable.is_empty() && !allowed.is_empty()).then(text)
 }
 
 fn allowed_cpus() -> Vec<usize> {

@@ -7,6 +7,7 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, ArgAction, Command};
 use toml::de::{DeTable, DeValue};
 
@@ -72,6 +73,7 @@ fn parse(file: &str, text: &str, command: &Command) -> FileOptions {
     let mut problems: Vec<(usize, String)> = errors
         .iter()
         .map(|error| (error.span().map_or(1, &line_of), error.message().trim().replace('\n', ", ")))
+        .map(|(line, problem)| (line, problem + quotes_missing(text, line)))
         .collect();
     let mut entries: Vec<Entry> = Vec::new();
     for (key, value) in table.get_ref() {
@@ -93,6 +95,16 @@ fn parse(file: &str, text: &str, command: &Command) -> FileOptions {
     entries.sort_by_key(|entry| entry.line);
     let problems = problems.into_iter().map(|(line, problem)| format!("{file}:{line}: {problem}")).collect();
     FileOptions { entries, problems }
+}
+
+/// A hint for the mistake that is made most: text without quotes, which TOML reads as a broken number or date.
+fn quotes_missing(text: &str, line: usize) -> &'static str {
+    let value = text.lines().nth(line - 1).and_then(|line| line.split_once('=')).map_or("", |(_, value)| value.trim());
+    let is_told_otherwise = value.is_empty() || value.contains(['"', '\'', '[', '{']);
+    match is_told_otherwise || value.parse::<f64>().is_ok() || value.parse::<bool>().is_ok() {
+        true => "",
+        false => "; text stands in quotes, as in host = \"0.0.0.0\"",
+    }
 }
 
 /// The option's own name and its values, in the spelling of the command line.
@@ -177,6 +189,9 @@ fn json(value: &DeValue<'_>) -> Result<serde_json::Value, String> {
 fn check(option: &Arg, name: &str, value: &str) -> Result<(), String> {
     let alone = Command::new("file").no_binary_name(true).arg(option.clone());
     let Err(error) = alone.try_get_matches_from([format!("--{name}={value}")]) else { return Ok(()) };
+    if let Some(ContextValue::Strings(known)) = error.get(ContextKind::ValidValue) {
+        return Err(format!("`{name} = {value}`: write {}", known.join(" or ")));
+    }
     let text = error.to_string();
     let reason = text.lines().next().unwrap_or_default().rsplit("': ").next().unwrap_or_default();
     Err(format!("`{name} = {value}`: {reason}"))
@@ -246,6 +261,7 @@ mod tests {
         check("port = [1]\nhost = 1979-05-27\n", &[], &["r.toml:1: `port` takes one value", "r.toml:2: `host` is a "]);
         check("port = 99999999999999999999999999999999999999999\n", &[], &["r.toml:1: `port = "]);
         check("config = 'x'\ncheck-config = true\nhelp = 1\n", &[], &[":1: ", ":2: ", ":3: "]);
+        check("kv-self-heal = 'yes'\n", &[], &["r.toml:1: `kv-self-heal = yes`: write true or false"]);
         let twice = "router-tokenizer-path = 'a'\nkv-tokenizer-path = 'b'\n";
         let read = parse("r.toml", twice, &Cli::command());
         assert_eq!((read.entries.len(), read.problems.len()), (1, 1), "{:?}", read.problems);
@@ -256,9 +272,18 @@ mod tests {
         let read = parse("r.toml", "port = \nprot = 1\nhost = \"h\nport = 2\n", &Cli::command());
         let at = |line: usize| read.problems.iter().any(|problem| problem.starts_with(&format!("r.toml:{line}: ")));
         assert!(at(1) && at(2) && at(3), "{:#?}", read.problems);
+        let read = parse("r.toml", "host = 0.0.0.0\nport = 1\nlog-level = info\n", &Cli::command());
+        let hinted = |line: usize| {
+            read.problems.iter().any(|problem| {
+                problem.starts_with(&format!("r.toml:{line}: "))
+                    && problem.ends_with("; text stands in quotes, as in host = \"0.0.0.0\"")
+            })
+        };
+        assert!(read.problems.len() == 2 && hinted(1) && hinted(3), "{:?}", read.problems);
         let read = parse("r.toml", "port = 1\nport = 2\n", &Cli::command());
         assert_eq!(read.problems.len(), 1, "{:?}", read.problems);
         assert!(read.problems[0].starts_with("r.toml:2: duplicate key"), "{:?}", read.problems);
+        assert!(!read.problems[0].contains("quotes"), "{:?}", read.problems);
     }
 
     #[test]

@@ -7,6 +7,7 @@ mod check;
 pub mod cli;
 mod effective;
 mod engine;
+mod example;
 mod file;
 mod pages;
 mod reload;
@@ -172,6 +173,7 @@ where
         Some(Command::Completions { shell }) => page(pages::completions(shell)),
         Some(Command::Man) => page(pages::man()),
         Some(Command::ConfigReference) => page(pages::reference()),
+        Some(Command::ConfigExample) => page(example::file()),
         None if cli.serve.source.check_config => Err(check::report(load(&arguments, Names::Unresolved))),
         None => load(&arguments, Names::Resolved).map(|config| Invocation::Serve(Box::new(config))),
     }

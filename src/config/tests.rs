@@ -182,6 +182,7 @@ fn worker_arguments() {
         ("h:1", "write http://HOST:PORT"),
         ("http://h:1@2", "user name"),
         ("http://h:1,modell=x", "unknown key `modell`; known: model, role"),
+        ("http://h:1,engine=vlm", "unknown engine `vlm`; known: sglang, vllm, atom"),
         ("http://h:1,model", "`model` is not key=value"),
         ("http://h:1,model=", "`model` is empty"),
         ("http://h:1,model=a,model=b", "`model` is given twice"),

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::worker::{WorkerRecord, WorkerUrl};
+use crate::worker::{EngineKind, WorkerRecord, WorkerUrl};
 
 /// Key on the command line, member of the record, and whether it is an integer there.
 const KEYS: [(&str, &str, bool); 9] = [
@@ -43,6 +43,9 @@ pub(super) fn parse(text: &str) -> Result<WorkerRecord, String> {
         };
         if value.is_empty() {
             return Err(format!("`{key}` is empty; leave it out instead"));
+        }
+        if key == "engine" && EngineKind::from_name(value) == EngineKind::Unknown {
+            return Err(format!("unknown engine `{value}`; known: sglang, vllm, atom; without one it is asked"));
         }
         let value = if *is_integer {
             Value::from(value.parse::<i64>().map_err(|_| format!("`{key}={value}` is not an integer"))?)

@@ -1,4 +1,5 @@
 //! The index against a naive model: one plain set per slot, replayed from the engine's point of view.
+//! `INFERA_MODEL_SEEDS=N` runs so many seeds of the first.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -163,6 +164,7 @@ fn run(seed: u64, steps: usize, blocks_max: usize) {
 fn agrees_with_plain_sets() {
     // Miri takes about a thousand times as long.
     let (seeds, steps) = if cfg!(miri) { (1, 30) } else { (60, 150) };
+    let seeds = std::env::var("INFERA_MODEL_SEEDS").map_or(seeds, |count| count.parse().expect("a number"));
     for seed in 0..seeds {
         run(seed, steps, 20);
     }

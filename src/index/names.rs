@@ -4,7 +4,7 @@
 //! Buckets of one cache line hold five entries each; a full bucket spills into the next and counts what it has spilled, and
 //! a removal brings back what was spilled. So a bucket that counts any is full, most lookups touch one line, and those of
 //! unknown names two. (Without the bringing back, entries that lie away from home beside free places would make the search
-//! for an unknown name longer with every turnover, to dozens of lines.) Capacity grows by a third or a sixth, not by doubling:
+//! for an unknown name longer with every turnover, to dozens of lines.) Capacity grows by a half or a sixth, not by doubling:
 //! half-empty tables would be the largest part of the index. Refused: fingerprints instead of whole names (4 bytes less per
 //! entry): two names of one rank would be taken for each other once in some hours of a storm.
 
@@ -16,14 +16,14 @@ const ENTRIES: usize = 5;
 /// allocator, which rounds up and keeps pages of each; that was a third of the index's memory.
 const CHUNK: usize = 64;
 /// Largest filling, in entries per 100 places.
-const FULL_PERCENT: usize = 78;
-/// Below this filling the table is made smaller, to the next one.
-const LOW_PERCENT: usize = 55;
+const FULL_PERCENT: usize = 80;
+/// Below this filling the table is made smaller, to the next one; just under what growing by a half leaves of a full one.
+const LOW_PERCENT: usize = 53;
 const MIDDLE_PERCENT: usize = 67;
-/// What a full table grows by: a third of itself while nothing is removed, since then more is likely to come and every
+/// What a full table grows by, of itself: a half while nothing is removed, since then more is likely to come and every
 /// growth moves all entries; else a sixth, since a cache that is full turns over and hardly grows.
-const FILLING_PART: usize = 3;
-const STEADY_PART: usize = 6;
+const FILLING_PERCENT: usize = 50;
+const STEADY_PERCENT: usize = 17;
 const SPILLED_MAX: u32 = 0xff;
 /// [`Bucket::taken`] of a full bucket.
 const TAKEN_ALL: u32 = 0x1_1111;
@@ -211,8 +211,8 @@ impl Names {
         let wanted = (self.length + more) * 100;
         if wanted > self.buckets * ENTRIES * FULL_PERCENT {
             let enough = wanted.div_ceil(CHUNK * ENTRIES * FULL_PERCENT);
-            let part = if self.is_filling { FILLING_PART } else { STEADY_PART };
-            self.resize(enough.max(self.chunks.len() + self.chunks.len() / part));
+            let percent = if self.is_filling { FILLING_PERCENT } else { STEADY_PERCENT };
+            self.resize(enough.max(self.chunks.len() * (100 + percent) / 100));
         }
     }
 

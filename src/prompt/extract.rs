@@ -53,7 +53,8 @@ pub struct ExtractError {
 
 impl fmt::Display for ExtractError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{} at line {} column {}", self.what, self.line, self.column)
+        let Self { what, line, column } = self;
+        write!(formatter, "the body is not a JSON object: {what} at line {line} column {column}")
     }
 }
 

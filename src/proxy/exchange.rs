@@ -242,9 +242,7 @@ async fn attempts(
         let (picked, may_retry) = match next_worker(service, &route, &tried)? {
             Some(next) => next,
             None => {
-                return Err(ApiError::NoWorker {
-                    reason: "every worker of the model left during the request".to_owned(),
-                });
+                return Err(none_left());
             }
         };
         watched.asks(&picked.handles);
@@ -307,6 +305,10 @@ pub(super) async fn back_off(failed_attempts: usize) {
 fn longest_delay_ms(failed_attempts: usize) -> Option<u64> {
     let doublings = failed_attempts.checked_sub(2)?;
     Some(limits::RETRY_DELAY_MS << doublings.min(limits::RETRY_DELAY_DOUBLINGS_MAX))
+}
+
+pub(super) fn none_left() -> ApiError {
+    ApiError::NoWorker { reason: "every worker of the model left during the request".to_owned() }
 }
 
 /// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would

@@ -6,15 +6,16 @@ use infera_shards::Request;
 use serde_json::{Value, json};
 
 use super::disaggregated::{legs_facts, wish_for_a_pair};
-use super::exchange::{Route, narrowed_pool, pool_for_prompt, wish_for_one};
+use super::exchange::{Route, narrowed_pool, none_left, pool_for_prompt, wish_for_one};
 use super::explained;
+use super::messages;
 use super::pair::{Tried, preview_pair};
 use super::pick::{NoPick, preview};
 use super::preview::Notes;
 use super::prompts::{self, Previewed, Work};
 use super::reading::Reading;
 use super::service::RouterService;
-use crate::api::{self, ApiError};
+use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
 use crate::pd::PdEndpoint;
 use crate::prompt::outline::Outline;
@@ -29,13 +30,16 @@ const DEFAULT_PATH: &str = "/v1/chat/completions";
 pub(super) async fn explain(service: &RouterService, request: Request) -> Result<Value, ApiError> {
     let path = api::query_parameter(&request.target, "path").unwrap_or_else(|| DEFAULT_PATH.to_owned());
     let shows_text = api::query_parameter(&request.target, "text").is_some_and(|value| value == "1");
-    let request = Request { method: Method::POST, target: path, ..request };
-    let endpoint = api::endpoint(&request.method, &request.target);
+    let mut request = Request { method: Method::POST, target: path.clone(), ..request };
+    let mut endpoint = api::endpoint(&request.method, &request.target);
     if !endpoint.goes_to_a_worker() {
         return Err(ApiError::BadRequest(format!("?path={:?} is no path that goes to a worker", request.target)));
     }
     if let Some(cap) = service.live().caps.total.filter(|cap| service.shared.metrics.inflight() >= *cap) {
         return Err(ApiError::too_many(cap));
+    }
+    if endpoint == Endpoint::Messages && messages::made_for_a_pair(service, &mut request).await?.is_some() {
+        endpoint = Endpoint::ChatCompletions;
     }
     let mut reading = Reading::of(service, &endpoint, &request)?;
     let session = service.shared.steering.sessions.as_ref().map(|sessions| sessions.read(&request.head));
@@ -50,7 +54,7 @@ pub(super) async fn explain(service: &RouterService, request: Request) -> Result
         None => of_one(service, &view, &route)?,
     };
     let mut answer = json!({
-        "path": request.target,
+        "path": path,
         "model": route.model,
         "policy": service.shared.settings.policy.as_str(),
         "samples": route.samples,
@@ -88,13 +92,12 @@ async fn preview_prompt(
 fn of_one(service: &RouterService, view: &View, route: &Route) -> Result<Value, ApiError> {
     let (model, pool) = narrowed_pool(&view.fleet, route)?;
     let mut notes = Notes::default();
-    let chosen = preview(service, view, &wish_for_one(route, model, &pool, &[]), &mut notes);
-    let picked = match chosen {
-        Ok(chosen) => Some(chosen.index),
-        Err(NoPick::NoneLeft) => None,
+    let picked = match preview(service, view, &wish_for_one(route, model, &pool, &[]), &mut notes) {
+        Ok(chosen) => chosen.index,
+        Err(NoPick::NoneLeft) => return Err(none_left()),
         Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    Ok(json!({"topology": "one", "legs": [explained::leg(service, view, Role::Mixed, &notes, picked)]}))
+    Ok(json!({"topology": "one", "legs": [explained::leg(service, view, Role::Mixed, &notes, Some(picked))]}))
 }
 
 fn of_a_pair(

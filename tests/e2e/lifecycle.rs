@@ -121,7 +121,8 @@ fn the_service_manager_hears_of_ready_watchdog_and_stopping() {
         let length = socket.recv(&mut buffer).expect("a message of the router");
         String::from_utf8_lossy(&buffer[..length]).trim().to_owned()
     };
-    assert_eq!(hear(), "READY=1");
+    let ready = hear();
+    assert!(ready.starts_with("READY=1\nSTATUS=listening on 127.0.0.1:"), "{ready}");
     for _ in 0..3 {
         assert_eq!(hear(), "WATCHDOG=1");
     }
@@ -130,7 +131,7 @@ fn the_service_manager_hears_of_ready_watchdog_and_stopping() {
     while last == "WATCHDOG=1" {
         last = hear();
     }
-    assert_eq!(last, "STOPPING=1");
+    assert_eq!(last, "STOPPING=1\nSTATUS=draining");
     assert_eq!(router.wait().code(), Some(0));
 }
 

@@ -11,12 +11,12 @@ command=(env ATOM_KV_EVENTS_ENABLE=1 "ATOM_KV_EVENTS_ENDPOINT=tcp://*:$EVENTS_PO
     "ATOM_KV_EVENTS_REPLAY_ENDPOINT=tcp://*:$REPLAY_PORT"
     python3 -m atom.entrypoints.openai_server --model "$model" --server-port "$PORT" --block-size "$block"
     --enable_prefix_caching)
-ranks=
+dp_size=
 if [ "$RANKS" != 1 ]; then
     command+=(--data-parallel-size "$RANKS" --enable-dp-attention)
-    ranks=,dp-size=$RANKS
+    dp_size=,dp-size=$RANKS
 fi
 
 # It answers for its model alone: the rest is said.
-worker=http://$HOST:$PORT,engine=atom,block-size=$block$ranks
+worker=http://$HOST:$PORT,engine=atom,block-size=$block$dp_size
 start "$worker,kv-events=tcp://$HOST:$EVENTS_PORT,kv-replay=tcp://$HOST:$REPLAY_PORT" "${command[@]}" "$@"

@@ -1,7 +1,9 @@
+# shellcheck shell=bash
 # Shared by the scripts beside it: their settings, and how they end. Sourced, not run.
 
 model=${1:-}
-[ -n "$model" ] && shift || { sed -n '2,/^$/s/^# *//p' "$0" >&2; exit 2; }
+[ -n "$model" ] || { sed -n '2,/^$/s/^# *//p' "$0" >&2; exit 2; }
+shift
 
 # Address and port by which the router reaches this engine.
 HOST=${HOST:-$(hostname -f)}

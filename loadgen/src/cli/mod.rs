@@ -5,6 +5,7 @@ mod demo;
 mod engine;
 mod fleet;
 mod run;
+mod workload;
 
 use std::process::ExitCode;
 

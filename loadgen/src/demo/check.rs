@@ -1,6 +1,7 @@
 //! Owns the questions put to a router: is it ready, does its view of each cache equal the engine's, is its load zero
 //! at rest, does a repeated prefix get faster without adding blocks. Never prints.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -164,6 +165,7 @@ impl Router {
             if answer.push_events(bytes) > 0 {
                 first.get_or_insert_with(|| start.elapsed());
             }
+            ControlFlow::Continue(())
         };
         let request = self.client.request("POST", "/v1/chat/completions", headers, payload.as_bytes(), take);
         let head = request.await.map_err(|error| anyhow::anyhow!("seed check: {error:?}"))?;

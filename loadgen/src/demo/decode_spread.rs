@@ -27,9 +27,12 @@ use crate::engine::disagg::{Disagg, PdProtocol, PdRole};
 use crate::engine::scheduler::Speed;
 use crate::engine::{Engine, EngineConfig, EngineHandle};
 use crate::net::runtime::block_on;
+use crate::plan::Recipe;
 use crate::prompt::TextModel;
-use crate::run::driver::{self, Pace, RunConfig, RunResult};
-use crate::run::workload::{Shape, Workload};
+use crate::run::config::{RunConfig, RunResult};
+use crate::run::driver;
+use crate::run::pace::Pace;
+use crate::run::workload::Workload;
 
 const MODEL: &str = "demo";
 const START_TIMEOUT: Duration = Duration::from_secs(30);
@@ -100,34 +103,15 @@ impl SpreadConfig {
     }
 
     fn run_config(&self, stream: &Stream, seed: u64, target: &str) -> RunConfig {
-        RunConfig {
-            target: target.into(),
-            workload: Workload {
-                shape: Shape::SharedPrefix {
-                    groups: stream.groups,
-                    zipf: stream.zipf,
-                    prefix_tokens: stream.prefix_tokens,
-                    suffix_tokens: stream.suffix_tokens,
-                },
-                requests: ((stream.rate * self.seconds).round() as usize).max(1),
-                output_tokens: stream.output_tokens,
-                model: MODEL.into(),
-                stream: true,
-                seed,
-            },
-            pace: match stream.steady_from_s {
-                Some(offset_s) => Pace::Steady { rate: stream.rate, offset_s },
-                None => Pace::Open { rate: stream.rate },
-            },
-            timeout: Duration::from_secs(120),
-            in_flight_max: 100_000,
-            api_key: None,
-            think_time: Duration::ZERO,
-            warmup: 0,
-            expected: None,
-            interrupt: self.interrupt.clone(),
-            progress: false,
-        }
+        let Stream { groups, zipf, prefix_tokens, suffix_tokens, output_tokens, .. } = *stream;
+        let recipe = Recipe::shared_prefix(groups, zipf, prefix_tokens, suffix_tokens, output_tokens);
+        let requests = ((stream.rate * self.seconds).round() as usize).max(1);
+        let pace = match stream.steady_from_s {
+            Some(offset_s) => Pace::Steady { rate: stream.rate, offset_s },
+            None => Pace::Open { rate: stream.rate },
+        };
+        let workload = Workload::generated(recipe, requests, MODEL, seed);
+        RunConfig { interrupt: self.interrupt.clone(), ..RunConfig::new(target, workload, pace) }
     }
 }
 

@@ -17,9 +17,12 @@ use super::{DemoConfig, MODEL, POLICIES, REST_TIMEOUT, START_TIMEOUT, TemporaryD
 use crate::engine::disagg::{Disagg, PdProtocol, PdRole};
 use crate::engine::{Engine, EngineConfig, EngineHandle};
 use crate::net::runtime::block_on;
+use crate::plan::{Images, Recipe, image_name};
 use crate::prompt::TextModel;
-use crate::run::driver::{self, Pace, RunConfig, RunResult};
-use crate::run::workload::{Shape, Workload};
+use crate::run::config::{RunConfig, RunResult};
+use crate::run::pace::Pace;
+use crate::run::workload::Workload;
+use crate::run::{driver, image_reference};
 
 /// Bytes of an image's reference.
 const IMAGE_BYTES: usize = 20_000;
@@ -77,14 +80,9 @@ pub fn run(
 }
 
 fn workload(config: &DemoConfig) -> Workload {
-    Workload {
-        shape: Shape::Images { images: config.groups, image_bytes: IMAGE_BYTES, question_tokens: QUESTION_TOKENS },
-        requests: config.requests,
-        output_tokens: config.output_tokens,
-        model: MODEL.into(),
-        stream: true,
-        seed: config.seed,
-    }
+    let images = Images { count: config.groups, bytes: IMAGE_BYTES, new_share: 0.0 };
+    let plain = Recipe::plain("images", QUESTION_TOKENS as f64, config.output_tokens as f64);
+    Workload::generated(Recipe { images: Some(images), ..plain }, config.requests, MODEL, config.seed)
 }
 
 fn one(
@@ -105,21 +103,15 @@ fn one(
     let router = Router::new(&process.url())?;
     block_on(router.wait_ready(&mut process, engines.len(), START_TIMEOUT))??;
     let workload = workload(config);
-    // When the second round begins, in seconds since the start.
-    let second_round = workload.arrivals(config.rate).get(config.groups).copied().unwrap_or(f64::INFINITY);
-    let result = driver::execute(RunConfig {
-        target: process.url(),
-        workload: workload.clone(),
-        pace: Pace::Open { rate: config.rate },
-        timeout: std::time::Duration::from_secs(60),
-        in_flight_max: 10_000,
-        api_key: None,
-        think_time: std::time::Duration::ZERO,
-        warmup: 0,
-        expected: None,
+    let load = RunConfig {
         interrupt: config.interrupt.clone(),
         progress: config.progress,
-    })?;
+        ..RunConfig::new(&process.url(), workload.clone(), Pace::Open { rate: config.rate })
+    };
+    // When the second round begins, in seconds since the start.
+    let arrivals = driver::arrivals(&load, &workload.plan()).unwrap_or_default();
+    let second_round = arrivals.get(config.groups).copied().unwrap_or(f64::INFINITY);
+    let result = driver::execute(load)?;
     let mut problems: Vec<String> =
         result.record.errors.iter().map(|(failure, count)| format!("{count} x {}", failure.name())).collect();
     if !result.interrupted {
@@ -146,7 +138,8 @@ fn one(
 fn by_image(workload: &Workload, images: usize, prefill: &[EngineHandle]) -> Vec<Vec<u64>> {
     let counts: Vec<_> = prefill.iter().map(|engine| engine.state().images).collect();
     (0..images)
-        .map(|image| xxh3_64(workload.image_reference(image).as_bytes()))
+        .map(|image| image_name(workload.seed, image as u64))
+        .map(|name| xxh3_64(image_reference(name, IMAGE_BYTES).as_bytes()))
         .map(|key| counts.iter().map(|counts| counts.get(&key).copied().unwrap_or(0)).collect())
         .collect()
 }

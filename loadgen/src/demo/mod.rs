@@ -21,9 +21,12 @@ use self::router::RouterProcess;
 use crate::engine::scheduler::Speed;
 use crate::engine::{Engine, EngineConfig, EngineHandle};
 use crate::net::runtime::block_on;
+use crate::plan::Recipe;
 use crate::prompt::TextModel;
-use crate::run::driver::{self, Pace, RunConfig, RunResult};
-use crate::run::workload::{Shape, Workload};
+use crate::run::config::{RunConfig, RunResult};
+use crate::run::driver;
+use crate::run::pace::Pace;
+use crate::run::workload::Workload;
 
 /// Policies compared, in order.
 pub const POLICIES: [&str; 2] = ["round-robin", "kv-aware"];
@@ -81,15 +84,9 @@ impl DemoConfig {
     }
 
     fn workload(&self) -> Workload {
-        let (groups, prefix_tokens, suffix_tokens) = (self.groups, self.prefix_tokens, self.suffix_tokens);
-        Workload {
-            shape: Shape::SharedPrefix { groups, zipf: self.zipf, prefix_tokens, suffix_tokens },
-            requests: self.requests,
-            output_tokens: self.output_tokens,
-            model: MODEL.into(),
-            stream: true,
-            seed: self.seed,
-        }
+        let (output, suffix) = (self.output_tokens, self.suffix_tokens);
+        let recipe = Recipe::shared_prefix(self.groups, self.zipf, self.prefix_tokens, suffix, output);
+        Workload::generated(recipe, self.requests, MODEL, self.seed)
     }
 
     fn engine(&self, number: usize) -> EngineConfig {
@@ -136,11 +133,12 @@ pub fn run(config: &DemoConfig, mut say: impl FnMut(&str)) -> Result<Vec<PolicyR
 }
 
 fn expected_answers(workload: &Workload, text: &TextModel) -> Result<Vec<String>> {
+    let plan = workload.plan();
     let answer = |number| {
-        let body = workload.next_body(&mut workload.script(number), None).expect("a script has a first turn");
-        text.expected_chat_answer(&body, workload.output_tokens)
+        let request = plan.next(&mut plan.script(number), None).expect("a session has a first request");
+        text.expected_chat_answer(&serde_json::from_str(&request.body)?, request.answer_tokens)
     };
-    (0..workload.scripts()).map(answer).collect()
+    (0..plan.sessions()).map(answer).collect()
 }
 
 fn run_policy(
@@ -195,17 +193,10 @@ fn stop(engines: Vec<EngineHandle>) {
 
 fn load(config: &DemoConfig, process: &RouterProcess, expected: Arc<Vec<String>>) -> RunConfig {
     RunConfig {
-        target: process.url(),
-        workload: config.workload(),
-        pace: Pace::Open { rate: config.rate },
-        timeout: Duration::from_secs(60),
-        in_flight_max: 4096,
-        api_key: None,
-        think_time: Duration::ZERO,
-        warmup: 0,
         expected: Some(expected),
         interrupt: config.interrupt.clone(),
         progress: config.progress,
+        ..RunConfig::new(&process.url(), config.workload(), Pace::Open { rate: config.rate })
     }
 }
 

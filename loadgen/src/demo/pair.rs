@@ -14,7 +14,8 @@ use crate::engine::disagg::{Disagg, PdProtocol, PdRole, TransferCounts};
 use crate::engine::{Engine, EngineConfig, EngineHandle};
 use crate::net::runtime::block_on;
 use crate::prompt::TextModel;
-use crate::run::driver::{self, RunResult};
+use crate::run::config::RunResult;
+use crate::run::driver;
 
 /// How many engines do what, as in `1p2d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,14 +3,19 @@
 
 use std::cell::RefCell;
 use std::io;
+use std::mem::MaybeUninit;
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use monoio::net::TcpStream;
+use rustix::net::sockopt;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-use super::stream::{Reader, Writer, split};
+use super::input::Input;
+use super::stream::{Reader, Writer, split, split_reading};
 
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 const HEADERS_MAX: usize = 100;
@@ -52,13 +57,33 @@ pub enum ClientError {
     Truncated,
     /// The answer is not HTTP/1.1 as we know it.
     Malformed,
+    /// Whoever was given the body broke off.
+    Left,
+}
+
+/// How a client reads that does not keep up: pieces with pauses, and little room in the kernel for what it has not read.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Trickle {
+    pub bytes: usize,
+    pub every: Duration,
+}
+
+impl Default for Trickle {
+    /// Some 5 kB a second.
+    fn default() -> Trickle {
+        Trickle { bytes: 512, every: Duration::from_millis(100) }
+    }
 }
 
 struct Connection {
     reader: Reader,
     writer: Writer,
-    input: Vec<u8>,
+    input: Input,
+    /// The request that was written last; its room serves the next one.
+    output: Vec<u8>,
     used: bool,
+    /// A connection that reads slowly serves one request.
+    trickle: Option<Trickle>,
 }
 
 /// Connections to one target, for one thread.
@@ -94,42 +119,61 @@ impl Client {
         &self.target
     }
 
-    /// Sends one request and gives `body` each piece of the answer's body as it arrives. A kept connection that turns
-    /// out to be dead before any byte of an answer is replaced once.
+    /// Sends one request and gives `body` each piece of the answer's body as it arrives, until it breaks off: then the
+    /// connection is closed. A kept connection that turns out to be dead before any byte of an answer is replaced once.
     pub async fn request(
         &self,
         method: &str,
         path: &str,
         headers: &str,
         payload: &[u8],
-        mut body: impl FnMut(&AnswerHead, &[u8]),
+        body: impl FnMut(&AnswerHead, &[u8]) -> ControlFlow<()>,
     ) -> Result<AnswerHead, ClientError> {
-        let mut bytes = format!(
-            "{method} {}{path} HTTP/1.1\r\nhost: {}\r\n{headers}content-length: {}\r\n\r\n",
-            self.target.prefix,
-            self.target.authority,
-            payload.len()
-        )
-        .into_bytes();
-        bytes.extend_from_slice(payload);
-        let mut connection = self.connection(true).await?;
+        let connection = self.connection(true).await?;
+        self.exchange(connection, Outgoing { method, path, headers, payload }, body).await
+    }
+
+    /// The same by a client that reads slowly, on a connection of its own.
+    pub async fn request_slowly(
+        &self,
+        path: &str,
+        headers: &str,
+        payload: &[u8],
+        trickle: Trickle,
+        body: impl FnMut(&AnswerHead, &[u8]) -> ControlFlow<()>,
+    ) -> Result<AnswerHead, ClientError> {
+        let stream = connect_narrow(self.target.address, trickle.bytes).await?;
+        let connection = Connection::new(stream, Some(trickle))?;
+        self.exchange(connection, Outgoing { method: "POST", path, headers, payload }, body).await
+    }
+
+    async fn exchange(
+        &self,
+        mut connection: Connection,
+        outgoing: Outgoing<'_>,
+        mut body: impl FnMut(&AnswerHead, &[u8]) -> ControlFlow<()>,
+    ) -> Result<AnswerHead, ClientError> {
+        outgoing.write(&self.target, &mut connection.output);
         loop {
-            let reused = connection.used;
-            connection.used = true;
-            let outcome = match connection.writer.write_all(bytes.clone()).await {
-                Ok(_) => connection.read_head().await,
+            let reused = std::mem::replace(&mut connection.used, true);
+            let (written, output) = connection.writer.write_kept(std::mem::take(&mut connection.output)).await;
+            connection.output = output;
+            let outcome = match written {
+                Ok(()) => connection.read_head().await,
                 Err(_) => Err(ClientError::NoAnswer),
             };
             match outcome {
                 Ok(head) => {
                     let reusable = connection.read_body(&head, &mut body).await?;
-                    if reusable && self.idle.borrow().len() < IDLE_MAX {
+                    if reusable && connection.trickle.is_none() && self.idle.borrow().len() < IDLE_MAX {
                         self.idle.borrow_mut().push(connection);
                     }
                     return Ok(head);
                 }
                 Err(ClientError::NoAnswer) if reused && connection.input.is_empty() => {
+                    let output = std::mem::take(&mut connection.output);
                     connection = self.connection(false).await?;
+                    connection.output = output;
                 }
                 Err(error) => return Err(error),
             }
@@ -141,21 +185,78 @@ impl Client {
             return Ok(connection);
         }
         let connecting = monoio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect_addr(self.target.address));
-        let stream = match connecting.await {
-            Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => return Err(ClientError::Connect(error.kind())),
-            Err(_) => return Err(ClientError::Connect(io::ErrorKind::TimedOut)),
-        };
-        let (reader, writer) = split(stream).map_err(|error| ClientError::Connect(error.kind()))?;
-        Ok(Connection { reader, writer, input: Vec::new(), used: false })
+        match connecting.await {
+            Ok(Ok(stream)) => Connection::new(stream, None),
+            Ok(Err(error)) => Err(ClientError::Connect(error.kind())),
+            Err(_) => Err(ClientError::Connect(io::ErrorKind::TimedOut)),
+        }
+    }
+}
+
+/// Connects with room for so many unread bytes in the kernel (which takes at least some 2 kB): the window must be small
+/// before the peer is told of it. A thread waits for the connection, as nothing else offers that.
+async fn connect_narrow(address: SocketAddr, receive_bytes: usize) -> Result<TcpStream, ClientError> {
+    let (done, connected) = async_channel::bounded(1);
+    let connect = move || -> io::Result<std::net::TcpStream> {
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        sockopt::set_socket_recv_buffer_size(&socket, receive_bytes)?;
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(CONNECT_TIMEOUT))?;
+        rustix::net::connect(&socket, &address)?;
+        Ok(socket.into())
+    };
+    let refused = |error: io::Error| ClientError::Connect(error.kind());
+    // Nobody waits for a connection any more whose receiver is gone.
+    let thread = std::thread::Builder::new().name("connect".into());
+    thread.spawn(move || drop(done.try_send(connect()))).map_err(refused)?;
+    let stream = connected.recv().await.map_err(|_| ClientError::Connect(io::ErrorKind::Other))?.map_err(refused)?;
+    // With epoll a blocking socket would stop the thread.
+    stream.set_nonblocking(monoio::utils::is_legacy()).map_err(refused)?;
+    TcpStream::from_std(stream).map_err(refused)
+}
+
+/// One request as it is asked for.
+struct Outgoing<'a> {
+    method: &'a str,
+    path: &'a str,
+    headers: &'a str,
+    payload: &'a [u8],
+}
+
+impl Outgoing<'_> {
+    fn write(&self, target: &Target, out: &mut Vec<u8>) {
+        out.clear();
+        out.reserve(self.payload.len() + self.headers.len() + 256);
+        let length = self.payload.len().to_string();
+        let parts = [self.method, " ", &target.prefix, self.path, " HTTP/1.1\r\nhost: ", &target.authority, "\r\n"];
+        let rest = [self.headers, "content-length: ", &length, "\r\n\r\n"];
+        parts.iter().chain(&rest).for_each(|part| out.extend_from_slice(part.as_bytes()));
+        out.extend_from_slice(self.payload);
     }
 }
 
 impl Connection {
+    fn new(stream: TcpStream, trickle: Option<Trickle>) -> Result<Connection, ClientError> {
+        let halves = match trickle {
+            Some(trickle) => split_reading(stream, trickle.bytes),
+            None => split(stream),
+        };
+        let (reader, writer) = halves.map_err(|error| ClientError::Connect(error.kind()))?;
+        Ok(Connection { reader, writer, input: Input::default(), output: Vec::new(), used: false, trickle })
+    }
+
+    /// Reads what there is; 0 = the peer closed its side.
+    async fn more(&mut self) -> io::Result<usize> {
+        if let Some(trickle) = self.trickle {
+            monoio::time::sleep(trickle.every).await;
+        }
+        self.reader.more(self.input.buffer()).await
+    }
+
     async fn read_head(&mut self) -> Result<AnswerHead, ClientError> {
         loop {
-            if let Some((head, length)) = parse_head(&self.input)? {
-                self.input.drain(..length);
+            if let Some((head, length)) = parse_head(self.input.rest())? {
+                self.input.take(length);
                 if head.status >= 200 {
                     return Ok(head);
                 }
@@ -164,7 +265,7 @@ impl Connection {
             if self.input.len() > HEAD_BYTES_MAX {
                 return Err(ClientError::Malformed);
             }
-            if !matches!(self.reader.more(&mut self.input).await, Ok(1..)) {
+            if !matches!(self.more().await, Ok(1..)) {
                 return Err(ClientError::NoAnswer);
             }
         }
@@ -174,24 +275,19 @@ impl Connection {
     async fn read_body(
         &mut self,
         head: &AnswerHead,
-        body: &mut impl FnMut(&AnswerHead, &[u8]),
+        body: &mut impl FnMut(&AnswerHead, &[u8]) -> ControlFlow<()>,
     ) -> Result<bool, ClientError> {
         match head.framing {
-            Framing::Length(mut left) => {
-                while left > 0 {
-                    self.fill(1).await?;
-                    let count = left.min(self.input.len());
-                    body(head, &self.input[..count]);
-                    self.input.drain(..count);
-                    left -= count;
-                }
-            }
+            Framing::Length(length) => self.read_piece(length, head, body).await?,
             Framing::Chunked => self.read_chunks(head, body).await?,
             Framing::UntilClose => {
                 loop {
-                    body(head, &self.input);
-                    self.input.clear();
-                    match self.reader.more(&mut self.input).await {
+                    let flow = body(head, self.input.rest());
+                    self.input.take(self.input.len());
+                    if flow.is_break() {
+                        return Err(ClientError::Left);
+                    }
+                    match self.more().await {
                         Ok(0) => break,
                         Ok(_) => {}
                         Err(_) => return Err(ClientError::Truncated),
@@ -203,14 +299,34 @@ impl Connection {
         Ok(head.keep_alive && self.input.is_empty())
     }
 
+    /// Hands on so many bytes as they arrive.
+    async fn read_piece(
+        &mut self,
+        mut left: usize,
+        head: &AnswerHead,
+        body: &mut impl FnMut(&AnswerHead, &[u8]) -> ControlFlow<()>,
+    ) -> Result<(), ClientError> {
+        while left > 0 {
+            self.fill(1).await?;
+            let count = left.min(self.input.len());
+            let flow = body(head, &self.input.rest()[..count]);
+            self.input.take(count);
+            left -= count;
+            if flow.is_break() {
+                return Err(ClientError::Left);
+            }
+        }
+        Ok(())
+    }
+
     async fn read_chunks(
         &mut self,
         head: &AnswerHead,
-        body: &mut impl FnMut(&AnswerHead, &[u8]),
+        body: &mut impl FnMut(&AnswerHead, &[u8]) -> ControlFlow<()>,
     ) -> Result<(), ClientError> {
         loop {
             let (start, size) = loop {
-                match httparse::parse_chunk_size(&self.input) {
+                match httparse::parse_chunk_size(self.input.rest()) {
                     Ok(httparse::Status::Complete(found)) => break found,
                     Ok(httparse::Status::Partial) => {
                         let have = self.input.len();
@@ -219,31 +335,25 @@ impl Connection {
                     Err(_) => return Err(ClientError::Malformed),
                 }
             };
-            self.input.drain(..start);
-            let mut left = usize::try_from(size).map_err(|_| ClientError::Malformed)?;
-            if left == 0 {
+            self.input.take(start);
+            let size = usize::try_from(size).map_err(|_| ClientError::Malformed)?;
+            if size == 0 {
                 return self.skip_trailers().await;
             }
-            while left > 0 {
-                self.fill(1).await?;
-                let count = left.min(self.input.len());
-                body(head, &self.input[..count]);
-                self.input.drain(..count);
-                left -= count;
-            }
+            self.read_piece(size, head, body).await?;
             self.fill(2).await?;
-            if &self.input[..2] != b"\r\n" {
+            if &self.input.rest()[..2] != b"\r\n" {
                 return Err(ClientError::Malformed);
             }
-            self.input.drain(..2);
+            self.input.take(2);
         }
     }
 
     async fn skip_trailers(&mut self) -> Result<(), ClientError> {
         loop {
-            match self.input.windows(2).position(|pair| pair == b"\r\n") {
+            match self.input.rest().windows(2).position(|pair| pair == b"\r\n") {
                 Some(end) => {
-                    self.input.drain(..end + 2);
+                    self.input.take(end + 2);
                     if end == 0 {
                         return Ok(());
                     }
@@ -260,7 +370,7 @@ impl Connection {
     /// Reads until at least `count` bytes are there.
     async fn fill(&mut self, count: usize) -> Result<(), ClientError> {
         while self.input.len() < count {
-            if !matches!(self.reader.more(&mut self.input).await, Ok(1..)) {
+            if !matches!(self.more().await, Ok(1..)) {
                 return Err(ClientError::Truncated);
             }
         }
@@ -269,9 +379,10 @@ impl Connection {
 }
 
 fn parse_head(input: &[u8]) -> Result<Option<(AnswerHead, usize)>, ClientError> {
-    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
-    let mut parsed = httparse::Response::new(&mut headers);
-    let length = match parsed.parse(input) {
+    let mut headers = [const { MaybeUninit::uninit() }; HEADERS_MAX];
+    let mut parsed = httparse::Response::new(&mut []);
+    let config = httparse::ParserConfig::default();
+    let length = match config.parse_response_with_uninit_headers(&mut parsed, input, &mut headers) {
         Ok(httparse::Status::Complete(length)) => length,
         Ok(httparse::Status::Partial) => return Ok(None),
         Err(_) => return Err(ClientError::Malformed),

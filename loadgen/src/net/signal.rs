@@ -129,6 +129,14 @@ impl Permits {
         self.wake_first();
     }
 
+    /// Takes a permit if one is free and nobody waits for it.
+    pub fn try_acquire(&self) -> bool {
+        let free = self.0.free.get();
+        let takes = free > 0 && self.0.waiting.borrow().is_empty();
+        self.0.free.set(free - usize::from(takes));
+        takes
+    }
+
     pub fn acquire(&self) -> PermitWait {
         let key = self.0.next.get();
         self.0.next.set(key + 1);

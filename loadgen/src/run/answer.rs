@@ -34,6 +34,8 @@ struct Text<'a> {
     content: Option<Cow<'a, str>>,
     #[serde(borrow, default)]
     reasoning_content: Option<Cow<'a, str>>,
+    #[serde(default)]
+    tool_calls: Option<Vec<serde::de::IgnoredAny>>,
 }
 
 /// Token counts as the server reports them.
@@ -63,8 +65,9 @@ impl Usage {
 /// What is known of one answer.
 #[derive(Clone, Debug, Default)]
 pub struct Answer {
+    /// Empty where nobody wants it.
     pub text: String,
-    /// Events that brought text.
+    /// Events that brought text, or a piece of a tool's call.
     pub content_events: u64,
     pub usage: Option<Usage>,
     /// `[DONE]` arrived, or the JSON object was whole.
@@ -74,13 +77,49 @@ pub struct Answer {
     /// Something arrived that is neither.
     pub malformed: bool,
     line: Vec<u8>,
+    usual: Usual,
+    is_counting: bool,
+}
+
+/// The bytes around the text of the latest event that brought one. In a stream hardly anything else changes, and an event
+/// with the same bytes around a string without escapes says the same with another text: nothing needs to be parsed.
+#[derive(Clone, Debug, Default)]
+struct Usual {
+    before: Vec<u8>,
+    after: Vec<u8>,
+}
+
+impl Usual {
+    /// Learns from an event whose whole text is `text`, where that is a part of `data` as it stands.
+    fn learn(&mut self, data: &[u8], text: &str) {
+        let start = (text.as_ptr() as usize).wrapping_sub(data.as_ptr() as usize);
+        let Some(end) = start.checked_add(text.len()).filter(|end| *end <= data.len()) else { return };
+        self.before.clear();
+        self.before.extend_from_slice(&data[..start]);
+        self.after.clear();
+        self.after.extend_from_slice(&data[end..]);
+    }
+
+    /// The text of an event that differs in nothing else.
+    fn text<'a>(&self, data: &'a [u8]) -> Option<&'a [u8]> {
+        if self.before.is_empty() {
+            return None;
+        }
+        let text = data.strip_prefix(&self.before[..])?.strip_suffix(&self.after[..])?;
+        (!text.is_empty() && memchr::memchr2(b'"', b'\\', text).is_none()).then_some(text)
+    }
 }
 
 impl Answer {
+    /// An answer whose text nobody wants.
+    pub fn counting() -> Answer {
+        Answer { is_counting: true, ..Answer::default() }
+    }
+
     /// Takes a piece of an event stream, cut anywhere. Returns how many events with text it completed.
     pub fn push_events(&mut self, mut bytes: &[u8]) -> u64 {
         let before = self.content_events;
-        while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
+        while let Some(end) = memchr::memchr(b'\n', bytes) {
             if self.line.is_empty() {
                 self.take_line(&bytes[..end]);
             } else {
@@ -117,22 +156,35 @@ impl Answer {
     }
 
     fn take_chunk(&mut self, data: &[u8]) {
+        if let Some(text) = self.usual.text(data)
+            && (self.is_counting || std::str::from_utf8(text).map(|text| self.text.push_str(text)).is_ok())
+        {
+            self.content_events += 1;
+            return;
+        }
         let Ok(chunk) = serde_json::from_slice::<Chunk>(data) else {
             self.malformed = true;
             return;
         };
         self.failed |= chunk.error.is_some();
         self.usage = chunk.usage.or(self.usage);
-        let mut brought_text = false;
-        for choice in chunk.choices {
-            let parts = [choice.delta, choice.message].into_iter().flatten();
-            let texts = parts.flat_map(|part| [part.reasoning_content, part.content]).chain([choice.text]).flatten();
-            for text in texts.filter(|text| !text.is_empty()) {
-                self.text.push_str(&text);
-                brought_text = true;
+        let (mut texts, mut only) = (0, None);
+        for choice in &chunk.choices {
+            let parts = [&choice.delta, &choice.message].into_iter().flatten();
+            let strings = parts.clone().flat_map(|part| [&part.reasoning_content, &part.content]);
+            for text in strings.chain([&choice.text]).flatten().filter(|text| !text.is_empty()) {
+                if !self.is_counting {
+                    self.text.push_str(text);
+                }
+                texts += 1;
+                only = Some(text);
             }
+            texts += parts.filter(|part| part.tool_calls.as_ref().is_some_and(|calls| !calls.is_empty())).count();
         }
-        self.content_events += u64::from(brought_text);
+        self.content_events += u64::from(texts > 0);
+        if let (1, Some(Cow::Borrowed(text)), None, false) = (texts, only, chunk.usage, self.failed) {
+            self.usual.learn(data, text);
+        }
     }
 }
 
@@ -172,6 +224,33 @@ mod tests {
             answer.push_events(&bytes[cut..]);
             check(&answer, &format!("cut at {cut}"));
         }
+    }
+
+    #[test]
+    fn events_like_the_one_before_are_read_as_if_parsed() {
+        let event = |text: &str, more: &str| {
+            format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"{text}\"}}{more}}}],\"usage\":null}}\n\n")
+        };
+        let stop = ",\"finish_reason\":\"stop\"";
+        let mut answer = Answer::default();
+        for (text, more) in
+            [("a", ""), ("b", ""), ("", ""), ("\\n", ""), ("c\\\"", ""), ("\u{e9}", ""), ("d", stop), ("e", "")]
+        {
+            answer.push_events(event(text, more).as_bytes());
+        }
+        assert_eq!((answer.text.as_str(), answer.content_events), ("ab\nc\"\u{e9}de", 7));
+        assert!(!answer.malformed && !answer.failed && answer.usual.text(b"").is_none());
+        // What only looks alike: another member follows the text, an error, a usage, a cut string.
+        answer
+            .push_events(b"data: {\"choices\":[{\"delta\":{\"content\":\"f\",\"content\":\"g\"}}],\"usage\":null}\n\n");
+        assert_eq!((answer.malformed, answer.content_events), (true, 7), "a member told twice is no chunk");
+        let mut answer = Answer::counting();
+        answer.push_events(event("a", "").as_bytes());
+        answer.push_events(event("b", "").replace("null", "{\"prompt_tokens\":3}").as_bytes());
+        answer.push_events(b"data: {\"choices\":[{\"delta\":{\"tool_calls\":[{\"index\":0}]}}]}\n\n");
+        assert_eq!((answer.content_events, answer.text.as_str(), answer.usage.unwrap().prompt_tokens), (3, "", 3));
+        answer.push_events(b"data: {\"choices\":[{\"delta\":{\"content\":\"c}}],\"usage\":null}\n\n");
+        assert!(answer.malformed);
     }
 
     #[test]

@@ -1,108 +1,86 @@
 //! Owns the sending side of a run: when requests start, how many are in flight, how each is timed. Never prints and
 //! never decides what is asked.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::ops::ControlFlow;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::answer::Answer;
-use super::record::{Exchange, Failure, Record};
-use super::workload::Workload;
+use super::config::{RunConfig, RunResult, Warmup};
+use super::manners::{Conduct, Leaving};
+use super::pace::{self, Pace, Sessions};
+use super::reading::Reading;
+use super::record::{Exchange, Failure, Phase, Record};
+use super::workload::{Plan, Prepared, Script};
 use crate::net::client::{AnswerHead, Client, ClientError, Target};
 use crate::net::runtime::{block_on, contain_panic};
 use crate::net::signal::{Latch, Permits, Queue};
+use crate::net::watch::{End, Watch};
 
-/// How often an interrupt is looked for.
-const INTERRUPT_CHECK_EVERY: Duration = Duration::from_millis(50);
+/// How often interrupts and deadlines are looked for.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// Most of an error's body that is kept.
 const ERROR_BYTES_MAX: usize = 300;
 
-/// When requests start.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Pace {
-    /// Scripts arrive as a Poisson process, whatever the server does; `rate` is requests per second.
-    Open { rate: f64 },
-    /// Scripts arrive by the clock, `rate` a second, the first one `offset_s` seconds after the start.
-    Steady { rate: f64, offset_s: f64 },
-    /// So many scripts are always under way.
-    Closed { concurrency: usize },
-}
-
-/// One run.
-#[derive(Clone)]
-pub struct RunConfig {
-    /// `http://host:port[/prefix]`.
-    pub target: String,
-    pub workload: Workload,
-    pub pace: Pace,
-    /// Whole request, from sending to the last byte.
-    pub timeout: Duration,
-    /// Open loop: requests beyond it wait, and the wait counts as latency.
-    pub in_flight_max: usize,
-    pub api_key: Option<String>,
-    /// Between the turns of a conversation.
-    pub think_time: Duration,
-    /// The first so many requests are sent but not counted.
-    pub warmup: usize,
-    /// Exact answers by request index, if known.
-    pub expected: Option<Arc<Vec<String>>>,
-    /// Ends the run early when set.
-    pub interrupt: Arc<AtomicBool>,
-    pub progress: bool,
-}
-
-/// What a run yields.
-#[derive(Debug)]
-pub struct RunResult {
-    pub record: Record,
-    /// From the first intended send to the last end.
-    pub duration: Duration,
-    /// Share of one core that the generator's thread used.
-    pub cpu_share: f64,
-    pub interrupted: bool,
-    /// The first error's body, cut.
-    pub first_error: Option<String>,
-}
-
 struct Run {
     config: RunConfig,
+    plan: Plan,
     client: Client,
     headers: String,
     start: Instant,
     record: RefCell<Record>,
     first_error: RefCell<Option<String>>,
-    last_end: RefCell<Instant>,
+    /// First intended send and last end of what is measured.
+    measured: Cell<Option<(Instant, Instant)>>,
     permits: Permits,
+    watch: Watch,
     stop: Latch,
     bar: indicatif::ProgressBar,
-    under_way: RefCell<usize>,
+    under_way: Cell<usize>,
     all_done: Queue<()>,
 }
 
 /// Sends the whole workload and waits for every answer.
 pub fn execute(config: RunConfig) -> Result<RunResult> {
-    let cpu_before = thread_cpu_seconds();
+    let (cpu_before, start) = (thread_cpu(), Instant::now());
     let run = block_on(drive(config))??;
-    let duration = run.last_end.borrow().saturating_duration_since(run.start);
-    let cpu_seconds = thread_cpu_seconds() - cpu_before;
+    let cpu = thread_cpu().saturating_sub(cpu_before);
+    let duration = run.measured.get().map_or(Duration::ZERO, |(first, last)| last.saturating_duration_since(first));
+    let record = run.record.take();
+    let per_second = |count: u64| count as f64 / duration.as_secs_f64().max(1e-9);
     Ok(RunResult {
-        record: run.record.take(),
+        goodput_rps: run.config.slo.map(|_| per_second(record.slo_met)),
+        record,
         duration,
-        cpu_share: cpu_seconds / duration.as_secs_f64().max(1e-9),
+        cpu_share: cpu.as_secs_f64() / start.elapsed().as_secs_f64().max(1e-9),
+        cpu,
         interrupted: run.stop.is_open(),
         first_error: run.first_error.take(),
     })
 }
 
+/// When each session of a run begins, seconds after the start; nothing for a closed loop.
+pub fn arrivals(config: &RunConfig, plan: &Plan) -> Option<Vec<f64>> {
+    let recorded = plan.recorded_times();
+    let sessions = Sessions {
+        count: plan.sessions(),
+        requests: plan.requests(),
+        recorded: recorded.as_deref(),
+        burst: config.burst,
+        speedup: config.speedup,
+        seed: config.workload.seed,
+    };
+    pace::arrivals(config.pace, sessions)
+}
+
 /// CPU time of this thread so far; 0 where the kernel does not tell.
-fn thread_cpu_seconds() -> f64 {
+fn thread_cpu() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
-    text.split(' ').next().and_then(|nanos| nanos.parse::<f64>().ok()).unwrap_or(0.0) / 1e9
+    Duration::from_nanos(text.split(' ').next().and_then(|nanos| nanos.parse().ok()).unwrap_or(0))
 }
 
 /// Checks that the target answers, and names a model that it serves.
@@ -123,7 +101,10 @@ pub fn probe(target: &str) -> Result<Option<String>> {
 pub async fn fetch(client: &Client, path: &str) -> Result<(u16, Vec<u8>)> {
     let mut body = Vec::new();
     let authority = client.target().authority.clone();
-    let request = client.request("GET", path, "", b"", |_, bytes| body.extend_from_slice(bytes));
+    let request = client.request("GET", path, "", b"", |_, bytes| {
+        body.extend_from_slice(bytes);
+        ControlFlow::Continue(())
+    });
     match monoio::time::timeout(Duration::from_secs(10), request).await {
         Ok(Ok(head)) => Ok((head.status, body)),
         Ok(Err(ClientError::Connect(kind))) => {
@@ -139,45 +120,46 @@ async fn drive(config: RunConfig) -> Result<Rc<Run>> {
     let client = Client::new(Target::parse(&config.target).context("--target")?);
     let authorization = config.api_key.as_ref().map_or(String::new(), |key| format!("authorization: Bearer {key}\r\n"));
     let in_flight_max = match config.pace {
-        Pace::Open { .. } | Pace::Steady { .. } => config.in_flight_max,
         Pace::Closed { concurrency } => concurrency,
+        _ => config.in_flight_max,
     };
-    let start = Instant::now();
+    let plan = config.workload.plan();
+    let arrivals = arrivals(&config, &plan);
     let bar = match config.progress {
-        true => progress_bar(config.workload.requests as u64),
+        true => progress_bar(plan.requests() as u64),
         false => indicatif::ProgressBar::hidden(),
     };
     let run = Rc::new(Run {
         client,
         headers: format!(
-            "content-type: application/json\r\naccept: text/event-stream, application/json\r\n{authorization}"
+            "content-type: application/json\r\naccept: text/event-stream, application/json\r\n\
+             {authorization}x-request-id: lg-{}-",
+            config.workload.seed
         ),
-        start,
+        start: Instant::now(),
         record: RefCell::default(),
         first_error: RefCell::default(),
-        last_end: RefCell::new(start),
+        measured: Cell::new(None),
         permits: Permits::new(in_flight_max.max(1)),
+        watch: Watch::default(),
         stop: Latch::default(),
         bar,
-        under_way: RefCell::new(0),
+        under_way: Cell::new(0),
         all_done: Queue::default(),
+        plan,
         config,
     });
     let finished = Latch::default();
-    let watch = monoio::spawn(watch_interrupt(run.clone(), finished.clone()));
-    match run.config.pace {
-        Pace::Open { rate } => run.open_loop(run.config.workload.arrivals(rate)).await,
-        Pace::Steady { rate, offset_s } => {
-            let arrivals = (0..run.config.workload.scripts()).map(|number| offset_s + number as f64 / rate);
-            run.open_loop(arrivals.collect()).await;
-        }
-        Pace::Closed { concurrency } => run.closed_loop(concurrency).await,
+    let look = monoio::spawn(look(run.clone(), finished.clone()));
+    match arrivals {
+        Some(arrivals) => run.open_loop(arrivals).await,
+        None => run.closed_loop(in_flight_max),
     }
-    while *run.under_way.borrow() > 0 {
+    while run.under_way.get() > 0 {
         run.all_done.next().await;
     }
     finished.open();
-    watch.await;
+    look.await;
     run.bar.finish_and_clear();
     Ok(run)
 }
@@ -188,13 +170,16 @@ fn progress_bar(requests: u64) -> indicatif::ProgressBar {
     indicatif::ProgressBar::new(requests).with_style(style)
 }
 
-async fn watch_interrupt(run: Rc<Run>, finished: Latch) {
+/// Ends what is late, and everything at an interrupt.
+async fn look(run: Rc<Run>, finished: Latch) {
     while !finished.is_open() {
         if run.config.interrupt.load(Ordering::Relaxed) {
-            return run.stop.open();
+            run.stop.open();
+            return run.watch.stop();
         }
+        run.watch.look(Instant::now());
         monoio::select! {
-            _ = monoio::time::sleep(INTERRUPT_CHECK_EVERY) => {}
+            _ = monoio::time::sleep(LOOK_EVERY) => {}
             _ = finished.wait() => {}
         }
     }
@@ -205,17 +190,19 @@ impl Run {
     async fn open_loop(self: &Rc<Run>, arrivals: Vec<f64>) {
         for (number, arrival) in arrivals.into_iter().enumerate() {
             let intended = self.start + Duration::from_secs_f64(arrival);
+            // Written before it is due: a long body takes longer to make than to send.
+            let mut script = self.plan.script(number);
+            let Some(first) = self.plan.next(&mut script, None) else { continue };
             monoio::select! {
                 _ = monoio::time::sleep_until(intended.into()) => {}
                 _ = self.stop.wait() => return,
             }
-            self.record.borrow_mut().send_lag.record(intended.elapsed());
-            self.spawn(self.clone().script(number, Some(intended)));
+            self.spawn(self.clone().session(script, first, Some(intended)));
         }
     }
 
-    async fn closed_loop(self: &Rc<Run>, concurrency: usize) {
-        let next = Rc::new(RefCell::new(0..self.config.workload.scripts()));
+    fn closed_loop(self: &Rc<Run>, concurrency: usize) {
+        let next = Rc::new(RefCell::new(0..self.plan.sessions()));
         for _ in 0..concurrency.max(1) {
             let (run, next) = (self.clone(), next.clone());
             self.spawn(async move {
@@ -224,42 +211,48 @@ impl Run {
                     if run.stop.is_open() {
                         return;
                     }
-                    run.clone().script(number, None).await;
+                    let mut script = run.plan.script(number);
+                    if let Some(first) = run.plan.next(&mut script, None) {
+                        run.clone().session(script, first, None).await;
+                    }
                 }
             });
         }
     }
 
     fn spawn(self: &Rc<Run>, future: impl Future<Output = ()> + 'static) {
-        *self.under_way.borrow_mut() += 1;
+        self.under_way.set(self.under_way.get() + 1);
         let run = self.clone();
         monoio::spawn(async move {
-            contain_panic("script", future).await;
-            *run.under_way.borrow_mut() -= 1;
+            contain_panic("session", future).await;
+            run.under_way.set(run.under_way.get() - 1);
             run.all_done.push(());
         });
     }
 
-    /// Sends a script's turns one after the other. `arrival` is when the schedule wants the first one sent.
-    async fn script(self: Rc<Run>, number: usize, arrival: Option<Instant>) {
-        let workload = &self.config.workload;
-        let mut script = workload.script(number);
-        let mut index = workload.first_request(number);
-        let mut intended = arrival.unwrap_or_else(Instant::now);
-        let mut answer: Option<String> = None;
-        while let Some(body) = workload.next_body(&mut script, answer.as_deref()) {
+    /// Sends a session's requests one after the other. `arrival` is when the schedule wants the first one sent.
+    async fn session(self: Rc<Run>, mut script: Script, first: Prepared, arrival: Option<Instant>) {
+        let (mut request, mut intended) = (first, arrival);
+        loop {
+            if let Some(intended) = intended {
+                self.record.borrow_mut().send_lag.record(intended.elapsed());
+            }
             if !self.permit().await {
                 return;
             }
-            let (exchange, text) = self.exchange(index, intended, &body).await;
+            let (exchange, text) = self.exchange(script.number, &request, intended).await;
             self.permits.release();
-            answer = exchange.outcome.is_ok().then_some(text);
             self.count(&exchange);
-            index += 1;
-            intended = Instant::now() + self.config.think_time;
-            if !self.config.think_time.is_zero() {
+            let answer = text.filter(|_| exchange.outcome.is_ok());
+            let Some(next) = self.plan.next(&mut script, answer.as_deref()) else { return };
+            request = next;
+            intended = None;
+            if request.pause_ns > 0 {
+                let pause = Duration::from_nanos(request.pause_ns).div_f64(self.config.speedup);
+                let due = exchange.ended + pause;
+                intended = Some(due);
                 monoio::select! {
-                    _ = monoio::time::sleep_until(intended.into()) => {}
+                    _ = monoio::time::sleep_until(due.into()) => {}
                     _ = self.stop.wait() => return,
                 }
             }
@@ -271,6 +264,9 @@ impl Run {
         if self.stop.is_open() {
             return false;
         }
+        if self.permits.try_acquire() {
+            return true;
+        }
         monoio::select! {
             _ = self.permits.acquire() => true,
             _ = self.stop.wait() => false,
@@ -278,101 +274,107 @@ impl Run {
     }
 
     fn count(&self, exchange: &Exchange) {
-        if exchange.index >= self.config.warmup {
-            self.record.borrow_mut().add(exchange, self.start);
+        let mut record = self.record.borrow_mut();
+        record.add(exchange, self.start);
+        if exchange.phase == Phase::Measured {
+            let (first, last) = self.measured.get().unwrap_or((exchange.intended, exchange.ended));
+            self.measured.set(Some((first.min(exchange.intended), last.max(exchange.ended))));
         }
-        let mut last = self.last_end.borrow_mut();
-        *last = (*last).max(exchange.ended);
         self.bar.inc(1);
-        let errors = self.record.borrow().errors_total();
+        let errors = record.errors_total();
         if errors > 0 {
             self.bar.set_message(format!("errors {errors}"));
         }
     }
 
-    async fn exchange(&self, index: usize, intended: Instant, body: &Value) -> (Exchange, String) {
-        let payload = body.to_string();
-        let headers = format!("{}x-request-id: lg-{}-{index}\r\n", self.headers, self.config.workload.seed);
-        let mut reading = Reading::default();
-        let sent = Instant::now();
-        let path = "/v1/chat/completions";
-        let request =
-            self.client.request("POST", path, &headers, payload.as_bytes(), |head, bytes| reading.take(head, bytes));
-        let outcome = monoio::select! {
-            done = monoio::time::timeout(self.config.timeout, request) => match done {
-                Ok(answered) => answered.map_err(Failure::from),
-                Err(_) => Err(Failure::Timeout),
-            },
-            _ = self.stop.wait() => Err(Failure::Interrupted),
+    fn phase(&self, index: usize, intended: Instant) -> Phase {
+        let is_warm_up = match self.config.warmup {
+            Warmup::Requests(count) => index < count,
+            Warmup::Time(time) => intended.saturating_duration_since(self.start) < time,
         };
+        if is_warm_up { Phase::WarmUp } else { Phase::Measured }
+    }
+
+    /// `intended`: when the schedule wants the request sent; when it is sent if there is no schedule.
+    async fn exchange(
+        &self,
+        number: usize,
+        request: &Prepared,
+        intended: Option<Instant>,
+    ) -> (Exchange, Option<String>) {
+        let config = &self.config;
+        let (index, slo) = (request.index, config.slo);
+        let conduct = config.manners.conduct(config.workload.seed, index, request.answer_tokens);
+        let expected = config.expected.as_ref().and_then(|texts| texts.get(index));
+        let sent = Instant::now();
+        let intended = intended.unwrap_or(sent);
+        let (mut reading, outcome) = self.send(request, conduct, expected.is_some(), sent).await;
         let ended = Instant::now();
-        let outcome = outcome.and_then(|head| self.judge(&head, &mut reading, index));
+        let (aborted, outcome) = match outcome {
+            Ok(head) => (false, reading.judge(&head, expected.map(String::as_str))),
+            Err(None) => (true, Ok(())),
+            Err(Some(failure)) => (false, Err(failure)),
+        };
         if outcome.is_err() && self.first_error.borrow().is_none() {
             reading.plain.truncate(ERROR_BYTES_MAX);
             *self.first_error.borrow_mut() = Some(String::from_utf8_lossy(&reading.plain).into_owned());
         }
-        let exchange = Exchange {
-            index,
-            intended,
+        let (session, prefix_group) = self.plan.groups(number);
+        let mut exchange = Exchange {
+            replay_index: self.plan.is_replay().then_some(index),
+            session,
+            prefix_group,
+            phase: self.phase(index, intended),
             sent,
             first_content: reading.first,
             ended,
             gaps: reading.gaps,
             usage: reading.answer.usage,
             content_events: reading.answer.content_events,
+            aborted,
+            slow_reader: conduct.is_slow,
             outcome,
+            ..Exchange::new(index, intended)
         };
-        (exchange, reading.answer.text)
+        exchange.slo_met = slo.map(|slo| outcome.is_ok() && !aborted && slo.is_met(&exchange));
+        (exchange, request.wants_text.then_some(reading.answer.text).filter(|_| !aborted))
     }
 
-    fn judge(&self, head: &AnswerHead, reading: &mut Reading, index: usize) -> Result<(), Failure> {
-        if head.status != 200 {
-            return Err(Failure::Status(head.status));
-        }
-        if !head.event_stream {
-            reading.answer.set_json(&reading.plain);
-        }
-        let answer = &reading.answer;
-        if answer.failed {
-            return Err(Failure::StreamError);
-        }
-        if answer.malformed {
-            return Err(Failure::Malformed);
-        }
-        if !answer.complete {
-            return Err(Failure::Truncated);
-        }
-        let expected = self.config.expected.as_ref().and_then(|texts| texts.get(index));
-        if expected.is_some_and(|expected| *expected != answer.text) {
-            return Err(Failure::WrongContent);
-        }
-        Ok(())
-    }
-}
-
-/// An answer's body while it arrives.
-#[derive(Default)]
-struct Reading {
-    answer: Answer,
-    plain: Vec<u8>,
-    first: Option<Instant>,
-    last: Option<Instant>,
-    gaps: Vec<Duration>,
-}
-
-impl Reading {
-    fn take(&mut self, head: &AnswerHead, bytes: &[u8]) {
-        if !head.event_stream || head.status != 200 {
-            self.plain.extend_from_slice(bytes);
-            return;
-        }
-        if self.answer.push_events(bytes) > 0 {
-            let now = Instant::now();
-            self.first.get_or_insert(now);
-            if let Some(last) = self.last.replace(now) {
-                self.gaps.push(now - last);
+    /// One request and its answer. Without a failure where there is no answer, the client has left on purpose.
+    async fn send(
+        &self,
+        request: &Prepared,
+        conduct: Conduct,
+        wants_text: bool,
+        sent: Instant,
+    ) -> (Reading, Result<AnswerHead, Option<Failure>>) {
+        let leave_after_events = match conduct.leaving {
+            Some(Leaving::AfterEvents(events)) => Some(events),
+            _ => None,
+        };
+        let leaves_at = conduct.leaving.and_then(|leaving| leaving.by(self.config.workload.stream));
+        let deadline = sent + leaves_at.map_or(self.config.timeout, |after| after.min(self.config.timeout));
+        let mut reading = Reading::new(wants_text || request.wants_text, leave_after_events);
+        let headers = format!("{}{}\r\n", self.headers, request.index);
+        let take = |head: &_, bytes: &[u8]| reading.take(head, bytes);
+        let (path, payload) = (&*request.path, request.body.as_bytes());
+        let outcome = match conduct.is_slow {
+            false => self.watch.run(deadline, self.client.request("POST", path, &headers, payload, take)).await,
+            true => {
+                let trickle = self.config.manners.trickle;
+                let slow = self.client.request_slowly(path, &headers, payload, trickle, take);
+                self.watch.run(deadline, slow).await
             }
-        }
+        };
+        let outcome = match outcome {
+            Ok(Ok(head)) => Ok(head),
+            Ok(Err(ClientError::Left)) => Err(None),
+            Ok(Err(error)) => Err(Some(Failure::from(error))),
+            Err(End::Deadline) if leaves_at.is_some() => Err(None),
+            Err(End::Deadline) => Err(Some(Failure::Timeout)),
+            Err(End::Stop) => Err(Some(Failure::Interrupted)),
+        };
+        (reading, outcome)
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::sync::Arc;
 
 use super::*;
 use crate::engine::faults::Faults;
 use crate::engine::scheduler::Speed;
 use crate::engine::{Engine, EngineConfig, EngineHandle, EngineState};
+use crate::plan::Recipe;
 use crate::prompt::TextModel;
-use crate::run::workload::Shape;
+use crate::run::workload::{Source, Workload};
 
 fn engine(step: Duration) -> EngineHandle {
     let speed = Speed {
@@ -23,28 +25,23 @@ fn engine(step: Duration) -> EngineHandle {
 }
 
 fn config(target: String, requests: usize, pace: Pace) -> RunConfig {
-    let shape = Shape::SharedPrefix { groups: 3, zipf: 0.0, prefix_tokens: 160, suffix_tokens: 10 };
-    RunConfig {
-        target,
-        workload: Workload { shape, requests, output_tokens: 4, model: "demo".into(), stream: true, seed: 11 },
-        pace,
-        timeout: Duration::from_secs(20),
-        in_flight_max: 1000,
-        api_key: None,
-        think_time: Duration::ZERO,
-        warmup: 0,
-        expected: None,
-        interrupt: Arc::default(),
-        progress: false,
+    let workload = Workload::generated(Recipe::shared_prefix(3, 0.0, 160, 10, 4), requests, "demo", 11);
+    RunConfig { timeout: Duration::from_secs(20), ..RunConfig::new(&target, workload, pace) }
+}
+
+fn recipe(config: &mut RunConfig) -> &mut Recipe {
+    match &mut config.workload.source {
+        Source::Generated(recipe) => recipe,
+        other => panic!("a generated workload, not {other:?}"),
     }
 }
 
 fn expected_texts(workload: &Workload) -> Vec<String> {
-    let text = TextModel::shipped().unwrap();
-    (0..workload.scripts())
+    let (text, plan) = (TextModel::shipped().unwrap(), workload.plan());
+    (0..plan.sessions())
         .map(|number| {
-            let body = workload.next_body(&mut workload.script(number), None).unwrap();
-            text.expected_chat_answer(&body, workload.output_tokens).unwrap()
+            let request = plan.next(&mut plan.script(number), None).unwrap();
+            text.expected_chat_answer(&serde_json::from_str(&request.body).unwrap(), request.answer_tokens).unwrap()
         })
         .collect()
 }
@@ -73,9 +70,7 @@ fn closed_loop_counts_everything_and_checks_content() {
 fn multi_turn_conversations_hit_their_own_history() {
     let engine = engine(Duration::from_micros(500));
     let mut config = config(engine.url(), 40, Pace::Closed { concurrency: 2 });
-    config.workload.shape =
-        Shape::MultiTurn { turns: 5, groups: 1, prefix_tokens: 64, message_tokens: 40, scripted_answers: false };
-    config.workload.output_tokens = 32;
+    *recipe(&mut config) = Recipe { turns: 5.0, ..Recipe::shared_prefix(1, 0.0, 64, 40, 32) };
     let result = execute(config).unwrap();
     assert_eq!(result.record.errors_total(), 0, "{:?}", result.first_error);
     assert_eq!(result.record.requests, 40);

@@ -2,7 +2,16 @@
 //! engines or routers.
 
 pub mod answer;
+pub mod config;
 pub mod driver;
+pub mod manners;
+pub mod pace;
+mod reading;
 pub mod record;
+pub mod recording;
+mod render;
 pub mod report;
+pub mod slo;
 pub mod workload;
+
+pub use render::image_reference;

@@ -83,17 +83,34 @@ impl From<ClientError> for Failure {
         match error {
             ClientError::Connect(_) => Failure::Connect,
             ClientError::NoAnswer => Failure::NoAnswer,
-            ClientError::Truncated => Failure::Truncated,
+            ClientError::Truncated | ClientError::Left => Failure::Truncated,
             ClientError::Malformed => Failure::Malformed,
         }
     }
+}
+
+/// Whether a request is part of the report.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    /// Sent, never counted.
+    WarmUp,
+    #[default]
+    Measured,
 }
 
 /// One request's life. Latencies count from `intended`, when the schedule wanted it sent: a request that had to wait
 /// for its turn because others were slow has that wait in its latency (coordinated omission).
 #[derive(Clone, Debug)]
 pub struct Exchange {
+    /// Place among all requests of the run.
     pub index: usize,
+    /// Place among the requests of a recording, in order of time; absent for generated ones.
+    pub replay_index: Option<usize>,
+    /// Requests of one conversation or agent have one number.
+    pub session: u64,
+    /// Requests that begin with the same shared text have one number; absent for those that share nothing.
+    pub prefix_group: Option<u64>,
+    pub phase: Phase,
     pub intended: Instant,
     pub sent: Instant,
     pub first_content: Option<Instant>,
@@ -102,13 +119,50 @@ pub struct Exchange {
     pub gaps: Vec<Duration>,
     pub usage: Option<Usage>,
     pub content_events: u64,
+    /// The client left on purpose, so that there is nothing to time; not an error.
+    pub aborted: bool,
+    /// The client read at a trickle on purpose: its times are its own.
+    pub slow_reader: bool,
+    /// Whether the answer met every limit; absent without limits.
+    pub slo_met: Option<bool>,
     pub outcome: Result<(), Failure>,
+}
+
+impl Exchange {
+    /// A request of which nothing is known but when it was to be sent.
+    pub fn new(index: usize, intended: Instant) -> Exchange {
+        Exchange {
+            index,
+            replay_index: None,
+            session: index as u64,
+            prefix_group: None,
+            phase: Phase::Measured,
+            intended,
+            sent: intended,
+            first_content: None,
+            ended: intended,
+            gaps: Vec::new(),
+            usage: None,
+            content_events: 0,
+            aborted: false,
+            slow_reader: false,
+            slo_met: None,
+            outcome: Ok(()),
+        }
+    }
 }
 
 /// Everything counted in a run.
 #[derive(Clone, Debug, Default)]
 pub struct Record {
+    /// Measured ones, whatever became of them.
     pub requests: u64,
+    /// Clients that left on purpose.
+    pub aborted: u64,
+    /// Whole answers to clients that read at a trickle on purpose; in no latency.
+    pub slow_readers: u64,
+    /// Answers that met every limit.
+    pub slo_met: u64,
     pub errors: BTreeMap<Failure, u64>,
     pub ttft: Latencies,
     /// From the moment of sending: what the server alone is to blame for.
@@ -128,9 +182,22 @@ pub struct Record {
 
 impl Record {
     pub fn add(&mut self, exchange: &Exchange, start: Instant) {
+        if exchange.phase == Phase::WarmUp {
+            return;
+        }
         self.requests += 1;
+        if exchange.aborted {
+            self.aborted += 1;
+            return;
+        }
         if let Err(failure) = exchange.outcome {
             *self.errors.entry(failure).or_default() += 1;
+            return;
+        }
+        self.slo_met += u64::from(exchange.slo_met == Some(true));
+        self.add_usage(exchange);
+        if exchange.slow_reader {
+            self.slow_readers += 1;
             return;
         }
         if let Some(first) = exchange.first_content {
@@ -142,6 +209,9 @@ impl Record {
         }
         self.end_to_end.record(exchange.ended.saturating_duration_since(exchange.intended));
         exchange.gaps.iter().for_each(|gap| self.inter_token.record(*gap));
+    }
+
+    fn add_usage(&mut self, exchange: &Exchange) {
         match exchange.usage {
             Some(usage) => {
                 self.output_tokens += usage.completion_tokens;
@@ -153,6 +223,11 @@ impl Record {
             }
             None => self.output_tokens += exchange.content_events,
         }
+    }
+
+    /// Requests that got a whole answer.
+    pub fn answered(&self) -> u64 {
+        self.requests - self.aborted - self.errors_total()
     }
 
     pub fn errors_total(&self) -> u64 {

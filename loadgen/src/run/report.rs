@@ -2,14 +2,14 @@
 
 use serde_json::{Value, json};
 
-use super::driver::{Pace, RunConfig, RunResult};
+use super::config::{RunConfig, RunResult};
 use super::record::Latencies;
 
 /// The generator kept its schedule when requests started at most this late (99th percentile), with CPU to spare.
 const SEND_LAG_MS_MAX: f64 = 10.0;
 const CPU_SHARE_MAX: f64 = 0.9;
 
-/// Whether the generator, not the server, limited the run.
+/// Whether the generator, not the server, limited the run: then the run is invalid.
 pub fn is_saturated(result: &RunResult) -> bool {
     result.record.send_lag.quantile_ms(0.99) > SEND_LAG_MS_MAX || result.cpu_share > CPU_SHARE_MAX
 }
@@ -25,8 +25,7 @@ pub fn latencies(values: &Latencies) -> Value {
 
 /// Completed requests per second.
 pub fn throughput_rps(result: &RunResult) -> f64 {
-    let good = result.record.requests - result.record.errors_total();
-    good as f64 / result.duration.as_secs_f64().max(1e-9)
+    result.record.answered() as f64 / result.duration.as_secs_f64().max(1e-9)
 }
 
 /// The members that every kind of report shares.
@@ -36,6 +35,8 @@ pub fn core_json(result: &RunResult) -> Value {
         record.errors.iter().map(|(failure, count)| (failure.name(), json!(count))).collect();
     json!({
         "requests": record.requests,
+        "aborted": record.aborted,
+        "slow_readers": record.slow_readers,
         "errors": record.errors_total(),
         "errors_by_class": errors,
         "hit_rate": record.hit_rate(),
@@ -44,12 +45,13 @@ pub fn core_json(result: &RunResult) -> Value {
         "inter_token_ms": latencies(&record.inter_token),
         "end_to_end_ms": latencies(&record.end_to_end),
         "throughput_rps": throughput_rps(result),
+        "goodput_rps": result.goodput_rps,
         "output_tokens_per_second": record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "duration_seconds": result.duration.as_secs_f64(),
-        "generator": {"send_lag_ms": latencies(&record.send_lag), "cpu_share": result.cpu_share,
+        "generator": {"send_lag_ms": latencies(&record.send_lag), "cpu_share": result.cpu_share, "cpu_seconds": result.cpu.as_secs_f64(),
             "saturated": is_saturated(result)},
         "interrupted": result.interrupted,
     })
@@ -57,13 +59,9 @@ pub fn core_json(result: &RunResult) -> Value {
 
 /// The report of `loadgen run`.
 pub fn run_json(config: &RunConfig, result: &RunResult) -> Value {
-    let pace = match config.pace {
-        Pace::Open { rate } => json!({"open_loop_rps": rate}),
-        Pace::Steady { rate, offset_s } => json!({"steady_rps": rate, "offset_s": offset_s}),
-        Pace::Closed { concurrency } => json!({"closed_loop_concurrency": concurrency}),
-    };
     let mut report = json!({"schema": "loadgen.run/1", "target": config.target, "workload": config.workload,
-        "pace": pace, "warmup": config.warmup});
+        "pace": config.pace, "burst": config.burst, "speedup": config.speedup, "warmup": config.warmup, "slo": config.slo,
+        "manners": config.manners});
     if let (Value::Object(report), Value::Object(core)) = (&mut report, core_json(result)) {
         report.extend(core);
     }
@@ -98,9 +96,15 @@ pub fn table(result: &RunResult) -> String {
     if let Some(text) = result.first_error.as_ref().filter(|text| !text.is_empty()) {
         out.push_str(&format!("first error: {text}\n"));
     }
+    if let Some(goodput) = result.goodput_rps {
+        out.push_str(&format!("within the limits {:>12}   {goodput:.2} requests/s\n", record.slo_met));
+    }
+    if record.aborted + record.slow_readers > 0 {
+        out.push_str(&format!("left early {:>19}   slow readers {}\n", record.aborted, record.slow_readers));
+    }
     if is_saturated(result) {
         out.push_str(&format!(
-            "WARNING: the generator itself was the limit (start lag p99 {:.1} ms, {:.0} % of a core): \
+            "INVALID: the generator itself was the limit (start lag p99 {:.1} ms, {:.0} % of a core): \
              latencies above include its own delays\n",
             record.send_lag.quantile_ms(0.99),
             result.cpu_share * 100.0

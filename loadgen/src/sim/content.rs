@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::engine::content::Content;
 use crate::engine::hash::Digest;
+use crate::seed::mixed;
 
 /// A prompt and its answer by the names of their full blocks.
 #[derive(Clone, Debug)]
@@ -112,11 +113,6 @@ impl Path {
         self.append(answer_segment, answer_tokens);
         Named::new(self.names.clone(), prompt_tokens, answer_tokens)
     }
-}
-
-/// A 64-bit mix of two numbers, order included.
-pub(super) fn mixed(left: u64, right: u64) -> u64 {
-    xxhash_rust::xxh3::xxh3_64_with_seed(&right.to_le_bytes(), left)
 }
 
 #[cfg(test)]

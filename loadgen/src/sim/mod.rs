@@ -15,7 +15,10 @@ mod workload;
 pub use bounds::{best_for_memory, infinite_cache};
 pub use content::{Named, Path};
 pub use fleet::{Engines, Fleet, Router, Served, run};
-pub use generate::{Shape, generate};
+pub use generate::generate;
 pub use outcome::{Outcome, Slo, outcome};
-pub use trace::{TRACE_BLOCK_TOKENS, TraceLine, read_trace, replay};
+pub use trace::replay;
 pub use workload::{Request, Start, Workload};
+
+pub use crate::plan::Shape;
+pub use crate::plan::trace::{TraceLine, read_trace};

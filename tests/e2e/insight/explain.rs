@@ -184,6 +184,33 @@ fn hits_and_terms_are_those_of_the_pick() {
     assert!(!untold.contains("and now?") && !untold.contains("keeps its prefix"), "{untold}");
 }
 
+/// Protocols of pairs know chats: what is weighed is the chat that the pair will get.
+#[test]
+fn messages_for_a_pair_are_explained_by_the_pair_that_serves_them() {
+    let answer = r#"{"choices":[{"message":{"role":"assistant","content":"a"},"finish_reason":"stop"}]}"#;
+    let workers: Vec<_> = (0..4).map(|_| json_worker(answer)).collect();
+    let roles = ["prefill", "prefill", "decode", "decode"];
+    let records: Vec<Value> = workers.iter().zip(roles).map(|(worker, role)| record(worker, role)).collect();
+    let tokenizer = tokenizer();
+    let start = router().args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]);
+    let (router, _file) = over(&records, start);
+    for round in 0..4 {
+        let text = format!("question {round} about {}", "a long matter ".repeat(40));
+        let body = json!({"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}).to_string();
+        let explanation = check(&router, "/v1/messages", "", &body, 0);
+        assert_eq!((&explanation["path"], &explanation["topology"]), (&json!("/v1/messages"), &json!("pair")));
+        let blocks = &explanation["prompt"]["renderings"][0]["by_block_size"][0]["blocks"];
+        assert!(blocks.as_u64().is_some_and(|blocks| blocks > 2), "{explanation:#}");
+        let legs = explanation["legs"].as_array().unwrap();
+        let roles: Vec<_> =
+            legs.iter().map(|leg| (&leg["role"], leg["candidates"].as_array().unwrap().len())).collect();
+        assert_eq!(roles, [(&json!("prefill"), 2), (&json!("decode"), 2)]);
+        router.wait_for_rest();
+    }
+    let refused = explain(&router, "path=/v1/messages", "", r#"{"model":"m","max_tokens":4}"#);
+    assert_eq!(refused.status, 400, "{}", refused.text());
+}
+
 /// Families that move by themselves, or with any question that is asked.
 const MOVING: [&str; 9] = [
     "infera_router_uptime_seconds",

@@ -2,6 +2,7 @@
 //! dashboard.
 
 mod access_log;
+mod browser;
 mod dashboard;
 mod explain;
 mod metric_names;
