@@ -11,6 +11,7 @@ use crate::answer::{self, Answer, JSON_BYTES};
 use crate::backend::Backend;
 use crate::idle::{self, Idle};
 use crate::load::{self, Load};
+use crate::low_load::{self, LatencySample};
 use crate::machine::{Cores, Interrupt};
 use crate::process::Process;
 use crate::report::Sample;
@@ -27,6 +28,8 @@ pub struct Plan {
     pub idle_streams: usize,
     /// Names of the proxies whose idle streams are measured.
     pub idle_proxies: Vec<String>,
+    /// Requests of one proxy in one round, one at a time with pauses; 0 leaves this out.
+    pub low_load_requests: usize,
 }
 
 /// All samples of all rounds, and the idle streams of each proxy asked for.
@@ -34,6 +37,7 @@ pub struct Plan {
 pub struct Results {
     pub samples: Vec<Sample>,
     pub idle: Vec<Idle>,
+    pub latency: Vec<LatencySample>,
     /// Proxies that could not be measured, with the reason.
     pub failures: Vec<String>,
 }
@@ -57,13 +61,16 @@ impl<'a> Harness<'a> {
     /// Runs `plan`; `progress` gets one line per finished measurement.
     pub fn run(&self, plan: &Plan, mut progress: impl FnMut(&str)) -> Result<Results> {
         let mut results = Results::default();
-        if !plan.scenarios.is_empty() {
+        if !plan.scenarios.is_empty() || plan.low_load_requests > 0 {
             let mut running = Vec::new();
             for rival in self.rivals {
                 running.push(self.start(rival)?);
             }
             for scenario in &plan.scenarios {
                 self.rounds(plan, scenario, &mut running, &mut results, &mut progress)?;
+            }
+            for round in 0..plan.rounds * usize::from(plan.low_load_requests > 0) {
+                self.low_load(plan.low_load_requests, round, &mut running, &mut results, &mut progress)?;
             }
         }
         if plan.idle_streams > 0 {
@@ -135,6 +142,40 @@ impl<'a> Harness<'a> {
         ensure!(asked >= measured.answers, "{} answers, but the backend saw {asked} requests", measured.answers);
         ensure!(!measured.cpu.is_zero(), "no CPU time seen: is {} still the process that serves?", proxy.name);
         Ok(Sample::new(scenario, &proxy.name, round, &measured))
+    }
+
+    /// One round of single requests, the backend alone first.
+    fn low_load(
+        &self,
+        requests: usize,
+        round: usize,
+        running: &mut [Running],
+        results: &mut Results,
+        progress: &mut impl FnMut(&str),
+    ) -> Result<()> {
+        let answer = Answer::json(JSON_BYTES);
+        let payload = Arc::clone(&answer.payload);
+        self.backend.set_answer(answer);
+        let turn = round % running.len().max(1);
+        running.rotate_left(turn);
+        let proxies = running.iter().map(|proxy| (proxy.name.as_str(), proxy.address));
+        for (name, address) in std::iter::once((low_load::DIRECT, self.backend.address())).chain(proxies) {
+            let request = answer::request(&address.to_string(), false, 200);
+            match low_load::run((name, address), round, (&request, &payload), requests, self.interrupt) {
+                Ok(sample) => {
+                    progress(&format!("{:<16} round {round}: {name:<20} {:>7.1} us", "low load", sample.p50_us));
+                    results.latency.push(sample);
+                }
+                Err(error) => {
+                    self.interrupt.check()?;
+                    let line = format!("{name}, low load, round {round}: {error:#}");
+                    progress(&format!("FAILED {line}"));
+                    results.failures.push(line);
+                }
+            }
+        }
+        running.rotate_right(turn);
+        Ok(())
     }
 
     /// A fresh process, so that what earlier loads left behind does not hide what streams need.

@@ -12,6 +12,7 @@ pub mod http;
 pub mod idle;
 pub mod kv_workload;
 pub mod load;
+pub mod low_load;
 pub mod machine;
 pub mod process;
 pub mod report;

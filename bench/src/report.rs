@@ -12,6 +12,7 @@ use serde::Serialize;
 use crate::harness::{Plan, Results};
 use crate::idle::Idle;
 use crate::load::Measured;
+use crate::low_load::{Added, LatencySample, added};
 use crate::machine::{Cores, Host};
 use crate::rivals::{ROUTER, ROUTER_PAIR, YARDSTICK};
 use crate::scenario::{Group, Scenario, Unit};
@@ -94,6 +95,8 @@ pub struct Row {
     pub ratio: Option<Spread>,
     pub cpu_us_per_unit: Spread,
     pub units_per_second: Spread,
+    /// Of the proxy's own CPU time.
+    pub units_per_cpu_second: Spread,
     /// Median over the rounds; 0 where no answer ended inside the window.
     pub latency_p50_us: f64,
     pub latency_p99_us: f64,
@@ -118,9 +121,11 @@ pub struct Report {
     pub scenarios: Vec<Scenario>,
     pub rows: Vec<Row>,
     pub idle: Vec<Idle>,
+    pub added_latency: Vec<Added>,
     pub goals: Vec<Goal>,
     pub failures: Vec<String>,
     pub samples: Vec<Sample>,
+    pub latency_samples: Vec<LatencySample>,
 }
 
 impl Report {
@@ -136,9 +141,11 @@ impl Report {
             scenarios: plan.scenarios.clone(),
             rows,
             idle: results.idle,
+            added_latency: added(&results.latency),
             goals,
             failures: results.failures,
             samples: results.samples,
+            latency_samples: results.latency,
         }
     }
 
@@ -147,8 +154,8 @@ impl Report {
         let mut text = String::new();
         let _ = writeln!(
             text,
-            "{:<16} {:<22} {:>7} {:>13} {:>3}  {:>9} {:>7}  {:>9}  {:>9}",
-            "scenario", "proxy", "ratio", "(quartiles)", "n", "CPU us", "best", "per s", "p50 us"
+            "{:<16} {:<22} {:>7} {:>13} {:>3}  {:>9} {:>7}  {:>9} {:>9}  {:>9}",
+            "scenario", "proxy", "ratio", "(quartiles)", "n", "CPU us", "best", "per CPU s", "per s", "p50 us"
         );
         let mut scenario = "";
         for row in &self.rows {
@@ -165,8 +172,13 @@ impl Report {
             let latency = latency.map_or_else(|| "-".to_owned(), |micros| format!("{micros:.1}"));
             let _ = writeln!(
                 text,
-                "{:<16} {:<22} {ratio}  {:>9.2} {:>7.2}  {:>9.0}  {latency:>9}",
-                row.scenario, row.proxy, cpu.median, cpu.minimum, row.units_per_second.median
+                "{:<16} {:<22} {ratio}  {:>9.2} {:>7.2}  {:>9.0} {:>9.0}  {latency:>9}",
+                row.scenario,
+                row.proxy,
+                cpu.median,
+                cpu.minimum,
+                row.units_per_cpu_second.median,
+                row.units_per_second.median
             );
         }
         if !self.rows.is_empty() {
@@ -174,6 +186,7 @@ impl Report {
                 "\nratio: CPU per request (json, body) or per chunk (sse) to nginx of the same round, median\n",
             );
         }
+        self.added_table(&mut text);
         self.idle_table(&mut text);
         for goal in &self.goals {
             let verdict = if goal.met { "met" } else { "MISSED" };
@@ -184,6 +197,26 @@ impl Report {
             let _ = writeln!(text, "FAILED {failure}");
         }
         text
+    }
+
+    fn added_table(&self, text: &mut String) {
+        if self.added_latency.is_empty() {
+            return;
+        }
+        let _ = writeln!(
+            text,
+            "\n{:<22} {:>9} {:>17} {:>9} {:>3}",
+            "added at low load", "p50 us", "(quartiles)", "p99 us", "n"
+        );
+        for added in &self.added_latency {
+            let p50 = &added.p50_us;
+            let quartiles = format!("({:.1}-{:.1})", p50.q1, p50.q3);
+            let _ = writeln!(
+                text,
+                "{:<22} {:>9.1} {quartiles:>17} {:>9.1} {:>3}",
+                added.proxy, p50.median, added.p99_us.median, p50.samples
+            );
+        }
     }
 
     fn idle_table(&self, text: &mut String) {
@@ -240,6 +273,7 @@ fn row(scenario: &Scenario, proxy: &str, here: &[&Sample]) -> Option<Row> {
         ratio: spread(ratios(here, proxy, YARDSTICK)),
         cpu_us_per_unit: median(|sample| sample.cpu_ns_per_unit / 1e3)?,
         units_per_second: median(|sample| sample.units / (sample.wall_ns as f64 / 1e9))?,
+        units_per_cpu_second: median(|sample| 1e9 / sample.cpu_ns_per_unit)?,
         latency_p50_us: median(|sample| sample.latency_p50_ns as f64 / 1e3)?.median,
         latency_p99_us: median(|sample| sample.latency_p99_ns as f64 / 1e3)?.median,
     })
@@ -324,6 +358,7 @@ mod tests {
             scenarios,
             idle_streams: 0,
             idle_proxies: Vec::new(),
+            low_load_requests: 0,
         };
         // The second round is twice as noisy for both: the ratio must not move.
         let samples =

@@ -26,8 +26,10 @@ pub const ROUTER: &str = "infera-router";
 
 const READY_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Connections that nginx and haproxy allow; a proxied stream takes two of the 20,000 descriptors often given.
-const CONNECTIONS_MAX: u32 = 9_900;
+/// Descriptors that a proxy needs for other things than connections.
+const DESCRIPTORS_APART: u64 = 100;
+/// Where there is no limit: nginx sets its tables up for as many connections as it is told.
+const DESCRIPTORS_MAX: u64 = 200_000;
 
 /// One proxy to compare.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -187,6 +189,12 @@ impl Rival {
     }
 }
 
+/// Connections that a proxy can hold, both sides together: it inherits this process's limit.
+fn connections_max() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(DESCRIPTORS_MAX);
+    limit.min(DESCRIPTORS_MAX).saturating_sub(DESCRIPTORS_APART).max(1)
+}
+
 /// A free port may be taken by another process before the proxy binds it; the start then fails with the proxy's own words.
 fn free_address() -> Result<SocketAddr> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?)
@@ -212,8 +220,8 @@ fn nginx_configuration(listen: SocketAddr, upstream: SocketAddr, directory: &Pat
          proxy_buffering off; proxy_read_timeout 1h; }} }}\n\
          }}\n",
         directory.display(),
-        2 * CONNECTIONS_MAX,
-        2 * CONNECTIONS_MAX,
+        connections_max() + DESCRIPTORS_APART,
+        connections_max(),
         temps.join(" "),
     )
 }
@@ -221,11 +229,12 @@ fn nginx_configuration(listen: SocketAddr, upstream: SocketAddr, directory: &Pat
 /// One thread, keep-alive and connection reuse on both sides; without `http-no-delay` it holds SSE chunks back.
 fn haproxy_configuration(listen: SocketAddr, upstream: SocketAddr) -> String {
     format!(
-        "global\n  nbthread 1\n  maxconn {CONNECTIONS_MAX}\n\
+        "global\n  nbthread 1\n  maxconn {}\n\
          defaults\n  mode http\n  option http-no-delay\n  http-reuse always\n\
          \x20 timeout connect 5s\n  timeout client 1h\n  timeout server 1h\n  timeout http-keep-alive 75s\n\
          frontend front\n  bind {listen} backlog 4096\n  default_backend back\n\
-         backend back\n  server one {upstream}\n"
+         backend back\n  server one {upstream}\n",
+        connections_max() / 2
     )
 }
 

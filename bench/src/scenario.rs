@@ -25,6 +25,8 @@ pub enum Group {
     Sse,
     /// Memory of open, silent streams.
     Idle,
+    /// What is added to the latency of a request that meets nobody else.
+    Latency,
 }
 
 /// What the CPU time is divided by.

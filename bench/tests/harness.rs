@@ -44,11 +44,15 @@ fn loads_of_every_kind_run_through_honest_proxies() {
         scenarios: kinds.to_vec(),
         idle_streams: 60,
         idle_proxies: vec!["monoio-epoll".to_owned()],
+        low_load_requests: 5,
     };
     let results = harness.run(&plan, |_| {}).unwrap();
     assert_eq!(results.failures, Vec::<String>::new());
     assert_eq!(results.samples.len(), rivals.len() * kinds.len());
     assert!(results.samples.iter().all(|sample| sample.cpu_ns > 0 && sample.units > 0.0));
+    let turns: Vec<&str> = results.latency.iter().map(|sample| sample.proxy.as_str()).collect();
+    assert_eq!(turns, ["direct", "relay-epoll", "monoio-epoll"]);
+    assert!(results.latency.iter().all(|sample| sample.p50_us > 0.0 && sample.p99_us >= sample.p50_us));
     assert_eq!(results.idle.len(), 1);
     assert!(results.idle[0].private_bytes_per_stream > 1024.0, "{:?}", results.idle);
 }
@@ -93,6 +97,7 @@ fn a_proxy_that_does_not_start_is_named() {
         scenarios: scenarios(&[]),
         idle_streams: 0,
         idle_proxies: Vec::new(),
+        low_load_requests: 0,
     };
     let error = format!("{:#}", harness.run(&plan, |_| {}).err().unwrap());
     assert!(error.contains("broken") && error.contains("sorry no 127.0.0.1:"), "{error}");

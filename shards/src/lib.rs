@@ -17,6 +17,8 @@ mod engine;
 pub mod fuzz;
 mod http1;
 mod mailbox;
+#[cfg(feature = "measuring")]
+pub mod measured;
 mod net;
 #[allow(unsafe_code)]
 mod raw;

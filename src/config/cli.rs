@@ -3,6 +3,8 @@
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::route::HOST_TIER_WEIGHT;
+
 /// KV-cache-aware LLM router in front of SGLang, vLLM and ATOM engines.
 #[derive(Debug, Parser)]
 #[command(name = "infera-router", version, args_conflicts_with_subcommands = true, max_term_width = 110)]
@@ -148,7 +150,7 @@ pub struct RoutingArgs {
     #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
     pub kv_overlap_weight: Option<f64>,
     /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
-    #[arg(long, value_name = "WEIGHT", default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "WEIGHT", default_value_t = HOST_TIER_WEIGHT, allow_negative_numbers = true)]
     pub kv_host_tier_weight: f64,
     /// true|false: ask an engine to forget its cache when its KV events have no beginning and cannot be replayed.
     #[arg(
@@ -195,6 +197,17 @@ pub struct RoutingArgs {
     /// Further attempts on other workers, before any byte of the answer has reached the client.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub request_max_retries: u32,
+    /// true|false: an answer names the worker that made it in `x-worker-instance-id`, and of a pair the prefill half in
+    /// `x-prefill-instance-id`; with the rank where it has ranks.
+    #[arg(
+        long,
+        value_name = "BOOL",
+        default_value = "false",
+        num_args = 0..=1,
+        default_missing_value = "true",
+        action = clap::ArgAction::Set
+    )]
+    pub answer_names_worker: bool,
 }
 
 #[derive(Debug, Clone, Args)]

@@ -127,6 +127,7 @@ impl Config {
             outbound: self.access.outbound(),
             disaggregation: self.disaggregation.clone(),
             upstream: self.upstream,
+            answer_names_worker: self.answer_names_worker,
         }
     }
 

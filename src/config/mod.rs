@@ -101,6 +101,8 @@ pub struct Config {
     /// Bound of the prefix cache; 0 for none.
     pub prompt_cache_bytes: usize,
     pub request_retries_max: u32,
+    /// Whether answers say who made them.
+    pub answer_names_worker: bool,
     pub disaggregation: DisaggregationSettings,
     pub steering: SteeringSettings,
     pub upstream: UpstreamTimeouts,

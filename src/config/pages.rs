@@ -53,7 +53,7 @@ pub(super) fn man() -> String {
     let _ = clap_mangen::Man::new(Cli::command().disable_help_subcommand(true)).section("8").render(&mut made);
     let mut page = String::new();
     let mut is_synopsis = false;
-    // Terminals and groff are not all of Unicode.
+    // Not every terminal shows Unicode, and groff warns of it.
     for line in String::from_utf8_lossy(&made).replace('…', "...").lines() {
         // Subcommands have no pages of their own that could be referred to.
         match line.strip_prefix(r"infera\-router\-").and_then(|rest| rest.strip_suffix("(8)")) {

@@ -4,13 +4,14 @@
 use super::{Config, Names, Refusal, load};
 
 /// Options that are in force without a restart. Of the key files the content counts too.
-const READ_AGAIN: [&str; 27] = [
+const READ_AGAIN: [&str; 28] = [
     "drain-timeout",
     "worker",
     "workers-file",
     "kv-overlap-weight",
     "kv-host-tier-weight",
     "request-max-retries",
+    "answer-names-worker",
     "kv-prefill-overlap-weight",
     "kv-decode-overlap-weight",
     "pd-prefill-guard-release",
@@ -97,6 +98,7 @@ impl Config {
         self.kv_overlap_weight = newer.kv_overlap_weight;
         self.kv_host_tier_weight = newer.kv_host_tier_weight;
         self.request_retries_max = newer.request_retries_max;
+        self.answer_names_worker = newer.answer_names_worker;
         self.disaggregation = newer.disaggregation;
         self.upstream = newer.upstream;
         self.resilience = newer.resilience;
@@ -156,6 +158,7 @@ mod tests {
         ("kv-chat-encoding", &["dsv4"]),
         ("encoder-threads", &["9"]),
         ("request-max-retries", &["9"]),
+        ("answer-names-worker", &["true"]),
         ("kv-prefill-overlap-weight", &["9"]),
         ("kv-decode-overlap-weight", &["9"]),
         ("pd-prefill-guard-release", &["completion"]),

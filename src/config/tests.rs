@@ -4,6 +4,7 @@ use std::process::Command as Process;
 
 use super::*;
 use crate::proxy::{PrefillRelease, RouterMode};
+use crate::route::HOST_TIER_WEIGHT;
 use crate::worker::Role;
 
 pub(super) fn run(arguments: &[&str]) -> Result<Config, Refusal> {
@@ -38,7 +39,7 @@ fn defaults_are_those_of_a_bare_metal_host() {
     let config = config(&[]);
     assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
     assert_eq!(config.policy, Policy::KvAware);
-    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (None, 0.0));
+    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (None, HOST_TIER_WEIGHT));
     assert_eq!(overlap_weights(&config), [12.0, 12.0, 1.0]);
     assert_eq!(overlap_weights(&run(&["--kv-load", "active"]).unwrap()), [1.0; 3]);
     assert_eq!(config.request_retries_max, 1);

@@ -146,6 +146,7 @@ pub(super) fn config(arguments: ServeArgs, effective: Vec<Setting>, names: Names
         encoder_threads: routing.encoder_threads,
         prompt_cache_bytes: routing.prompt_cache_bytes,
         request_retries_max: routing.request_retries_max,
+        answer_names_worker: arguments.routing.answer_names_worker,
         disaggregation,
         steering,
         upstream,

@@ -11,13 +11,10 @@ use infera_shards::{
     UpstreamResponse,
 };
 
+use super::added::AddedHeaders;
 use crate::api::messages::{self, EventTranslator};
 use crate::api::{self, ApiError, Endpoint};
 use crate::limits;
-
-/// Set on streams: a proxy in front of this one must not collect them.
-static UNBUFFERED: [(HeaderName, HeaderValue); 1] =
-    [(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"))];
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -51,19 +48,19 @@ impl Dialect {
         }
     }
 
-    /// How an answer goes to the client that needs no translation: as it came, a stream with its header and with a
-    /// notice should its worker cut it.
-    pub fn as_it_came<'a>(&self, is_stream: bool, observer: &'a mut dyn BodyObserver) -> Relay<'a> {
+    /// How an answer goes to the client that needs no translation: as it came, with what is added, and a stream with a notice
+    /// should its worker cut it.
+    pub fn as_it_came<'a>(
+        &self,
+        is_stream: bool,
+        added: &'a AddedHeaders,
+        observer: &'a mut dyn BodyObserver,
+    ) -> Relay<'a> {
         let notice = match self {
             Dialect::OpenAi => api::stream_error_event,
             Dialect::Anthropic | Dialect::Translated(_) => messages::stream_error_event,
         };
-        Relay {
-            set: if is_stream { &UNBUFFERED } else { &[] },
-            remove: &[],
-            observer,
-            cut_notice: is_stream.then(notice),
-        }
+        Relay { set: added.as_slice(), remove: &[], observer, cut_notice: is_stream.then(notice) }
     }
 
     /// Passes an answer on, whatever that takes.
@@ -71,13 +68,14 @@ impl Dialect {
         &'a self,
         response: UpstreamResponse,
         responder: &'a mut Responder,
+        added: &'a AddedHeaders,
         observer: &'a mut dyn BodyObserver,
     ) -> Pin<Box<dyn Future<Output = RelayOutcome> + 'a>> {
         match self {
-            Dialect::Translated(model) => Box::pin(translate(model, response, responder, observer)),
+            Dialect::Translated(model) => Box::pin(translate(model, response, responder, added, observer)),
             _ => {
                 let is_stream = is_stream(&response) && response.status.is_success();
-                Box::pin(responder.relay(response, self.as_it_came(is_stream, observer)))
+                Box::pin(responder.relay(response, self.as_it_came(is_stream, added, observer)))
             }
         }
     }
@@ -91,11 +89,12 @@ async fn translate(
     model: &str,
     response: UpstreamResponse,
     responder: &mut Responder,
+    added: &AddedHeaders,
     observer: &mut dyn BodyObserver,
 ) -> RelayOutcome {
     let status = response.status;
     if status.is_success() && is_stream(&response) {
-        let relay = Relay { set: &UNBUFFERED, remove: &[], observer, cut_notice: None };
+        let relay = Relay { set: added.as_slice(), remove: &[], observer, cut_notice: None };
         return responder.relay_rewritten(response, relay, &mut Events(EventTranslator::new(model))).await;
     }
     let kept = [REQUEST_ID, header::RETRY_AFTER].map(|name| {
@@ -119,7 +118,7 @@ async fn translate(
             (ApiError::WorkerFailed { reason }.into_anthropic_response(), Some(error))
         }
     };
-    answer.headers.extend(kept.into_iter().flatten());
+    answer.headers.extend(kept.into_iter().flatten().chain(added.as_slice().iter().cloned()));
     match (responder.send(answer).await, failure) {
         (Err(_), _) => RelayOutcome::ClientGone,
         (Ok(()), Some(error)) => RelayOutcome::UpstreamFailed(error),

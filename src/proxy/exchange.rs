@@ -13,6 +13,7 @@ use infera_shards::{
 use tracing::{debug, warn};
 
 use super::access::{self, Ended};
+use super::added::AddedHeaders;
 use super::count as counting;
 use super::dialect::{Dialect, is_stream};
 use super::direct::{self, Named};
@@ -173,9 +174,8 @@ fn begin(
     request: &Request,
     watched: &Watched<'_>,
 ) -> Result<Begun, ApiError> {
-    let started = Instant::now();
     let reading = Reading::of(service, &endpoint, request);
-    service.took(Stage::Parse, started.elapsed());
+    service.took(Stage::Parse, request.received.elapsed());
     let mut reading = reading?;
     access::note(|line| line.model = access::clipped(reading.model.as_bytes()));
     if reading.is_stream {
@@ -429,11 +429,12 @@ async fn relay(
         picked.served();
     }
     let is_stream = is_stream(&response) && status.is_success();
+    let added = AddedHeaders::of(&service.live(), is_stream, [(direct::WORKER, &picked.handles.route_key)]);
     let mut observer = StreamObserver::of_a_worker(is_stream, watched).queueing(picked.take_queued());
     let relayed = match dialect.is_translated() {
-        true => dialect.passing(response, responder, &mut observer).await,
+        true => dialect.passing(response, responder, &added, &mut observer).await,
         // Not boxed: this is what a stream that is relayed for minutes holds.
-        false => responder.relay(response, dialect.as_it_came(is_stream, &mut observer)).await,
+        false => responder.relay(response, dialect.as_it_came(is_stream, &added, &mut observer)).await,
     };
     if let Some(first_byte) = observer.answer.first_byte() {
         service.took(Stage::FirstByte, first_byte.duration_since(picked.at));

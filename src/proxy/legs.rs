@@ -170,7 +170,8 @@ impl Attempt<'_> {
     fn answering<'b>(&'b self, received: Instant, is_complete: &'b Cell<bool>) -> Answering<'b> {
         let PickedPair { prefill, decode, .. } = &self.pair;
         let handles = (&prefill.handles, &decode.handles);
-        Answering { handles, decode_worker: &decode.worker.id, received, watched: self.watched, is_complete }
+        let live = self.service.live();
+        Answering { handles, decode_worker: &decode.worker.id, live, received, watched: self.watched, is_complete }
     }
 }
 

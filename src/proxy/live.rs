@@ -32,6 +32,8 @@ pub struct LiveSettings {
     pub outbound: OutboundHeaders,
     pub disaggregation: DisaggregationSettings,
     pub upstream: UpstreamTimeouts,
+    /// `--answer-names-worker`.
+    pub answer_names_worker: bool,
 }
 
 impl LiveSettings {

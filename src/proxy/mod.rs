@@ -3,6 +3,7 @@
 //! which the engine drops when the client leaves.
 
 mod access;
+mod added;
 mod budget;
 mod cleanup;
 mod count;

@@ -317,9 +317,9 @@ fn fill<W: Witness>(
                     // A preview shows what host memory holds also where that has no weight.
                     let hits = queries.of(view, blocks, host_weight > 0.0 || !W::BOOKS);
                     if !W::BOOKS {
-                        held_blocks = Some((hits.device.depth(target.slot), hits.any.depth(target.slot)));
+                        held_blocks = Some((hits.device.depth(target.slot), hits.any().depth(target.slot)));
                     }
-                    view.credit(target.slot, &hits.device, &hits.any, host_weight)
+                    view.credit(target.slot, &hits.device, hits.any(), host_weight)
                 }),
                 target.block_size.unwrap_or(DEFAULT_BLOCK_TOKENS),
             )

@@ -4,6 +4,7 @@
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -12,7 +13,10 @@ use infera_shards::{BodyObserver, RelayOutcome, Responder, UpstreamResponse};
 use tracing::warn;
 
 use super::access::{self, Ended, Tally};
+use super::added::AddedHeaders;
 use super::dialect::{Dialect, is_stream};
+use super::direct;
+use super::live::LiveSettings;
 use super::metrics::Outcome;
 use super::observe::AnswerObserver;
 use super::service::{Handles, answer};
@@ -27,6 +31,7 @@ pub(super) struct Answering<'a> {
     /// Of the prefill and of the decode worker.
     pub handles: (&'a Handles, &'a Handles),
     pub decode_worker: &'a Name,
+    pub live: Rc<LiveSettings>,
     pub received: Instant,
     pub watched: &'a Watched<'a>,
     /// Set as soon as the answer is known to be whole, also when the client leaves right behind it.
@@ -124,11 +129,14 @@ pub(super) async fn relay_decode(
     access::note(|line| line.status = Some(status));
     let is_stream = is_stream(&response);
     let worker = answering.decode_worker;
+    let (prefill, decode) = answering.handles;
+    let workers = [(direct::WORKER, &decode.route_key), (direct::PREFILL, &prefill.route_key)];
+    let added = &AddedHeaders::of(&answering.live, is_stream, workers);
     let mut observer = StreamObserver::of_decode(is_stream, &answering);
     let outcome = match dialect.is_translated() {
-        true => relay_beside(dialect.passing(response, responder, &mut observer), beside).await,
+        true => relay_beside(dialect.passing(response, responder, added, &mut observer), beside).await,
         false => {
-            let relaying = pin!(responder.relay(response, dialect.as_it_came(is_stream, &mut observer)));
+            let relaying = pin!(responder.relay(response, dialect.as_it_came(is_stream, added, &mut observer)));
             relay_beside(relaying, beside).await
         }
     };
@@ -181,7 +189,7 @@ async fn relay_beside(
 pub(super) async fn relay_refusal(response: UpstreamResponse, dialect: &Dialect, responder: &mut Responder) -> Outcome {
     let status = response.status;
     access::note(|line| line.status = Some(status));
-    match dialect.passing(response, responder, &mut Counted(Tally::of_current())).await {
+    match dialect.passing(response, responder, &AddedHeaders::default(), &mut Counted(Tally::of_current())).await {
         RelayOutcome::Complete => {
             access::note(|line| line.ended = Ended::Complete);
             Outcome::from(status)

@@ -11,7 +11,7 @@ use prometheus::proto::{Bucket, Histogram, LabelPair, Metric, MetricFamily, Metr
 /// One part of a request's way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Reading the body for what routing needs.
+    /// From the request's last byte to what routing needs of its body.
     Parse,
     /// From the body's members to the prompt's text.
     Render,

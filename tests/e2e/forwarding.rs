@@ -196,3 +196,36 @@ fn round_robin_spreads_evenly() {
     }
     assert_eq!(workers.iter().map(|worker| worker.requests()).collect::<Vec<_>>(), [10, 10, 10]);
 }
+
+/// Off, nothing of the fleet is told; on, the worker stands in for what the answer says of itself under that name.
+#[test]
+fn an_answer_names_its_worker_where_that_is_asked_for() {
+    let worker = worker(|seen, conversation| {
+        let kind = if seen.target.contains("stream") { "text/event-stream" } else { "application/json" };
+        let body = "data: {}\n\n";
+        let length = body.len();
+        conversation.write(
+            format!(
+                "HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nX-Worker-Instance-Id: engine\r\nContent-Length: {length}\r\n\r\n{body}"
+            )
+            .as_bytes(),
+        );
+        Then::KeepAlive
+    });
+    let named = worker.address.to_string();
+    for (flag, expected) in [("false", "engine"), ("true", named.as_str())] {
+        let router = router().worker(worker.address).args(&["--answer-names-worker", flag]).ready();
+        for path in ["/v1/completions", "/v1/completions?stream"] {
+            let answer = router.post(path, r#"{"model":"m","prompt":"x"}"#);
+            let told: Vec<&String> = answer
+                .headers
+                .iter()
+                .filter(|(name, _)| name == "x-worker-instance-id")
+                .map(|(_, value)| value)
+                .collect();
+            assert_eq!((answer.status, told), (200, vec![&expected.to_owned()]), "{flag} {path}");
+            assert_eq!(answer.header("x-accel-buffering").is_some(), path.ends_with("stream"), "{flag} {path}");
+            assert_eq!(answer.header("x-prefill-instance-id"), None);
+        }
+    }
+}

@@ -66,6 +66,37 @@ pub fn wait_for_feeds(router: &Router, engines: usize) {
     });
 }
 
+/// A prompt whose blocks the device has evicted goes where the host still has them, and not to an engine that has nothing.
+#[test]
+fn a_prompt_that_only_host_memory_holds_goes_where_it_can_be_loaded() {
+    let tokenizer = tokenizer();
+    for style in [EngineStyle::Vllm, EngineStyle::Sglang] {
+        let config = EngineConfig { style, blocks_total: 200, host_blocks: 4096, ..EngineConfig::default() };
+        let engines: Vec<_> = (0..2).map(|_| Engine::start(config.clone()).unwrap()).collect();
+        let start = engines.iter().fold(router(), |start, engine| start.engine(engine));
+        let router = start.args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+        wait_for_feeds(&router, engines.len());
+        let prompt = chat(&long_prefix("alpha"));
+        let prompt_tokens =
+            router.post("/v1/chat/completions", &prompt).json()["usage"]["prompt_tokens"].as_u64().unwrap();
+        let holder = engines.iter().find(|engine| engine.state().totals().finished > 0).unwrap();
+        // Not through the router, which would send them elsewhere.
+        for topic in ["beta", "gamma", "delta", "epsilon", "zeta"] {
+            let answer = client::post(holder.addr, "/v1/chat/completions", &chat(&long_prefix(topic)));
+            assert_eq!(answer.status, 200, "{}", answer.text());
+        }
+        assert!(holder.wait_until(PATIENCE, |state| state.is_idle()));
+        // The host has all that the device has, and more.
+        let on_host = holder.state().ranks[0].host_blocks_resident as u64;
+        wait_until("the mirror knows the host's blocks", || block_count(&router, holder) == on_host);
+        let before = holder.state().totals();
+        let again = router.post("/v1/chat/completions", &prompt).json();
+        assert!(cached_tokens(&again) + 16 >= prompt_tokens, "{style:?}: {again}");
+        let loaded = holder.state().totals().loaded_tokens - before.loaded_tokens;
+        assert!(loaded > prompt_tokens / 2, "{style:?}: {loaded} of {prompt_tokens} tokens came from the host");
+    }
+}
+
 /// The seed's check: send two requests with the same long prefix; the second is a hit and `block_count` stays flat.
 #[test]
 fn the_second_request_with_a_long_prefix_goes_where_the_prefix_is_and_stores_nothing_new() {

@@ -28,6 +28,7 @@ mod kv_aware;
 mod leaving;
 mod lifecycle;
 mod limits;
+mod load_report;
 mod memory;
 mod messages;
 mod official_client;

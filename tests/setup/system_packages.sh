@@ -9,7 +9,7 @@ for group in "$@"; do
     build) need[cc]=gcc; need[g++]=g++; need[protoc]=protobuf-compiler; need[/usr/include/google/protobuf/descriptor.proto]=libprotobuf-dev ;;
     test) need[etcd]=etcd-server; need[npm]=npm; need[python3]=python3; need[curl]=curl; need[systemd-analyze]=systemd
       need[chromium-headless-shell]=chromium-headless-shell
-      need[dpkg-shlibdeps]=dpkg-dev; need[fakeroot]=fakeroot; need[man]=man-db; need[lintian]=lintian; need[shellcheck]=shellcheck; need[logrotate]=logrotate ;;
+      need[dpkg-shlibdeps]=dpkg-dev; need[fakeroot]=fakeroot; need[man]=man-db; need[lintian]=lintian; need[shellcheck]=shellcheck ;;
     bench) need[nginx]=nginx-light; need[haproxy]=haproxy ;;
     *) echo "unknown group: $group" >&2; exit 2 ;;
   esac

@@ -40,13 +40,19 @@ struct Arguments {
     /// Only these groups. Repeatable or comma-separated.
     #[arg(long, value_delimiter = ',')]
     only: Vec<Group>,
-    /// Open idle streams; a proxy needs two descriptors for each.
-    #[arg(long, default_value_t = 5000)]
-    idle_streams: usize,
+    /// Open idle streams; a proxy needs two descriptors for each [default: 10000, or as many as the limit allows].
+    #[arg(long)]
+    idle_streams: Option<usize>,
+    /// Requests per proxy and round of the latency at low load.
+    #[arg(long, default_value_t = 300)]
+    low_load_requests: usize,
     /// Measure the idle streams of every proxy, not only of the router and the rivals named here.
     #[arg(long)]
     idle_all: bool,
 }
+
+/// Idle streams where nobody asks for another number.
+const IDLE_STREAMS: usize = 10_000;
 
 fn main() -> ExitCode {
     ending("compare", run(Arguments::parse()))
@@ -74,6 +80,7 @@ fn run(arguments: Arguments) -> Result<bool> {
         scenarios: scenarios(&arguments.only),
         idle_streams,
         idle_proxies: idle_proxies.map(|rival| rival.name.clone()).collect(),
+        low_load_requests: if is_asked_for(&arguments, Group::Latency) { arguments.low_load_requests } else { 0 },
     };
     let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, progress)?;
     let report = Report::new(host, cores, &plan, results);
@@ -116,16 +123,22 @@ fn rivals(arguments: &Arguments) -> Result<Vec<Rival>> {
 
 /// The harness holds both ends of each stream, the proxy both of its own.
 fn idle_streams(arguments: &Arguments, descriptors_max: u64) -> Result<usize> {
-    if !arguments.only.is_empty() && !arguments.only.contains(&Group::Idle) {
+    if !is_asked_for(arguments, Group::Idle) {
         return Ok(0);
     }
     let most = (descriptors_max.saturating_sub(200) / 2) as usize;
-    ensure!(
-        arguments.idle_streams <= most,
-        "--idle-streams {}: the descriptor limit of {descriptors_max} allows at most {most}",
-        arguments.idle_streams
-    );
-    Ok(arguments.idle_streams)
+    let Some(wanted) = arguments.idle_streams else {
+        if most < IDLE_STREAMS {
+            progress(&format!("{most} idle streams: the descriptor limit of {descriptors_max} allows no more"));
+        }
+        return Ok(IDLE_STREAMS.min(most));
+    };
+    ensure!(wanted <= most, "--idle-streams {wanted}: the descriptor limit of {descriptors_max} allows at most {most}");
+    Ok(wanted)
+}
+
+fn is_asked_for(arguments: &Arguments, group: Group) -> bool {
+    arguments.only.is_empty() || arguments.only.contains(&group)
 }
 
 fn print(text: &str) -> Result<()> {

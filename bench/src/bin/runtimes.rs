@@ -108,6 +108,7 @@ fn compare(arguments: &Compare) -> Result<bool> {
         scenarios: scenarios(&groups),
         idle_streams: 0,
         idle_proxies: Vec::new(),
+        low_load_requests: 0,
     };
     let results = Harness::new(&rivals, cores, &interrupt)?.run(&plan, progress)?;
     let report = Report::new(host, cores, &plan, results);

@@ -9,6 +9,7 @@ use clap::Args;
 use loadgen::demo::plot::{self, Curve};
 use loadgen::demo::{self, DemoConfig, PolicyRun, images, pair, report, router};
 use loadgen::engine::disagg::PdProtocol;
+use loadgen::report::document::write_json;
 
 #[derive(Args)]
 pub struct DemoArguments {
@@ -94,8 +95,7 @@ pub fn run(arguments: DemoArguments) -> Result<ExitCode> {
     let runs = demo::run(&config, &mut say)?;
     print!("\n{}\n{}", report::table(&runs), plot::text(&curves(&runs)));
     if let Some(path) = &arguments.json {
-        let text = serde_json::to_string_pretty(&report::json(&config, &runs))?;
-        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+        write_json(path, &report::json(&config, &runs))?;
     }
     if let Some(path) = &arguments.svg {
         std::fs::write(path, plot::svg(&curves(&runs))).with_context(|| format!("writing {}", path.display()))?;
@@ -145,8 +145,7 @@ fn finish(
     problems: Vec<String>,
 ) -> Result<ExitCode> {
     if let Some(path) = json {
-        let text = serde_json::to_string_pretty(&results)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+        write_json(path, &results)?;
     }
     if config.interrupt.load(Ordering::Relaxed) {
         return Ok(ExitCode::from(130));
@@ -156,6 +155,6 @@ fn finish(
 }
 
 fn curves(runs: &[PolicyRun]) -> Vec<Curve<'_>> {
-    let curve = |run: &PolicyRun| run.result.record.ttft_series.iter().map(|(_, ttft_ms)| *ttft_ms).collect();
+    let curve = |run: &PolicyRun| run.result.record.rows.ttft_series().map(|(_, ttft_ms)| ttft_ms).collect();
     runs.iter().map(|run| Curve { name: run.policy, samples_ms: curve(run) }).collect()
 }

@@ -1,6 +1,5 @@
 //! Owns `loadgen run`: flags to a run, its report to the terminal and to a file.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -11,8 +10,10 @@ use loadgen::run::driver;
 use loadgen::run::manners::Manners;
 use loadgen::run::pace::{Pace, Ramp};
 use loadgen::run::report;
+use loadgen::run::scrape::Scraper;
 use loadgen::run::slo::Slo;
 
+use super::output::OutputArguments;
 use super::workload::WorkloadArguments;
 
 /// The generator could not keep its own schedule, so that the figures are not the server's.
@@ -64,9 +65,8 @@ pub struct RunArguments {
     /// Sent as a bearer token.
     #[arg(long, env = "LOADGEN_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
-    /// Write the report here.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    output: OutputArguments,
 }
 
 impl RunArguments {
@@ -94,6 +94,7 @@ impl RunArguments {
 
 pub fn run(arguments: RunArguments) -> Result<ExitCode> {
     arguments.check()?;
+    arguments.output.check()?;
     let pace = arguments.pace()?;
     let timeout = Duration::try_from_secs_f64(arguments.timeout_seconds)
         .with_context(|| format!("--timeout-seconds must be a number of seconds, not {}", arguments.timeout_seconds))?;
@@ -121,16 +122,16 @@ pub fn run(arguments: RunArguments) -> Result<ExitCode> {
         ..RunConfig::new(&arguments.target, workload, pace)
     };
     super::interrupt_sets(&config.interrupt)?;
+    let scraper = arguments.output.scraper(&config.target)?;
     let result = driver::execute(config.clone())?;
+    let fleet = scraper.map(Scraper::finish);
     print!("{}", report::table(&result));
-    if let Some(path) = &arguments.json {
-        let text = serde_json::to_string_pretty(&report::run_json(&config, &result))?;
-        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
-    }
+    let broken = arguments.output.write(&config, &result, fleet)?;
+    broken.iter().for_each(|line| eprintln!("ASSERTION: {line}"));
     Ok(match result.record.errors_total() {
         _ if result.interrupted => ExitCode::from(EXIT_INTERRUPTED),
         _ if report::is_saturated(&result) => ExitCode::from(EXIT_INVALID),
-        0 => ExitCode::SUCCESS,
+        0 if broken.is_empty() => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     })
 }

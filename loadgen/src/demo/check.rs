@@ -11,6 +11,7 @@ use super::DemoConfig;
 use super::router::RouterProcess;
 use crate::engine::{EngineHandle, EngineState};
 use crate::net::client::{Client, Target};
+use crate::net::exposition::samples;
 use crate::prompt::TextModel;
 use crate::run::answer::Answer;
 use crate::run::driver::fetch;
@@ -203,10 +204,7 @@ fn seed_check_body(config: &DemoConfig, text: &TextModel) -> Result<Value> {
 
 /// Sum of a gauge's samples, `None` when there is none.
 fn gauge_sum(metrics: &str, name: &str) -> Option<f64> {
-    let values = metrics.lines().filter_map(|line| {
-        let rest = line.strip_prefix(name)?;
-        (rest.starts_with('{') || rest.starts_with(' ')).then(|| rest.rsplit(' ').next()?.parse::<f64>().ok())?
-    });
+    let values = samples(metrics).filter(|sample| sample.name == name).map(|sample| sample.value);
     values.fold(None, |sum, value| Some(sum.unwrap_or(0.0) + value))
 }
 

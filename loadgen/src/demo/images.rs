@@ -127,7 +127,7 @@ fn one(
     problems.extend(process.stop());
     stop(engines);
     let mean = |is_repeat: bool| {
-        let series = result.record.ttft_series.iter().filter(|(at, _)| (*at >= second_round) == is_repeat);
+        let series = result.record.rows.ttft_series().filter(|(at, _)| (*at >= second_round) == is_repeat);
         let (sum, count) = series.fold((0.0, 0u32), |(sum, count), (_, ttft_ms)| (sum + ttft_ms, count + 1));
         sum / f64::from(count.max(1))
     };

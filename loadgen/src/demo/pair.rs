@@ -16,6 +16,7 @@ use crate::net::runtime::block_on;
 use crate::prompt::TextModel;
 use crate::run::config::RunResult;
 use crate::run::driver;
+use crate::run::report::figures;
 
 /// How many engines do what, as in `1p2d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,16 +174,14 @@ pub fn table(runs: &[ShapeRun]) -> String {
 /// The file of `--json`.
 pub fn json(config: &DemoConfig, protocol: PdProtocol, runs: &[ShapeRun]) -> Value {
     let run = |run: &ShapeRun| {
-        let mut value = serde_json::json!({"engines": run.name});
-        if let (Value::Object(value), Value::Object(core)) = (&mut value, crate::run::report::core_json(&run.result)) {
-            value.extend(core);
-        }
+        let mut value = serde_json::json!(figures(&run.result));
+        value["engines"] = serde_json::json!(run.name);
         value["transfers"] = serde_json::json!(run.transfers);
         value["problems"] = serde_json::json!(run.problems);
         value
     };
     serde_json::json!({
-        "schema": "loadgen.demo.pair/1", "protocol": protocol.as_str(), "runs": runs.iter().map(run).collect::<Vec<_>>(),
+        "schema": "loadgen.demo.pair/2", "protocol": protocol.as_str(), "runs": runs.iter().map(run).collect::<Vec<_>>(),
         "config": {"requests": config.requests, "rate": config.rate, "groups": config.groups,
             "prefix_tokens": config.prefix_tokens, "suffix_tokens": config.suffix_tokens,
             "output_tokens": config.output_tokens, "blocks_per_engine": config.blocks_total, "seed": config.seed},

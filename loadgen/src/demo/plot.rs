@@ -1,8 +1,9 @@
 //! Owns pictures of TTFT distributions: text and SVG. Never measures.
 
+use crate::report::chart::{self, Axis, Series};
+
 const COLUMNS: usize = 64;
 const ROWS: usize = 14;
-const COLORS: [&str; 4] = ["#c0504d", "#1f77b4", "#2ca02c", "#9467bd"];
 
 /// One curve: a name and its samples in milliseconds.
 pub struct Curve<'a> {
@@ -66,60 +67,19 @@ pub fn text(curves: &[Curve]) -> String {
 
 /// The same picture as a self-contained SVG.
 pub fn svg(curves: &[Curve]) -> String {
-    const LEFT: f64 = 60.0;
-    const TOP: f64 = 50.0;
-    const WIDTH: f64 = 560.0;
-    const HEIGHT: f64 = 260.0;
-    let (low, high) = range(curves).unwrap_or((1.0, 10.0));
-    let x = |value: f64| LEFT + WIDTH * (value / low).ln() / (high / low).ln();
-    let y = |share: f64| TOP + HEIGHT * (1.0 - share);
-    let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" font-family=\"sans-serif\" font-size=\"12\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n\
-         <text x=\"{LEFT}\" y=\"24\" font-size=\"15\">Time to first token: share of requests within x ms</text>\n",
-        LEFT + WIDTH + 30.0,
-        TOP + HEIGHT + 50.0
-    );
-    for share in [0.0, 0.25, 0.5, 0.75, 1.0] {
-        out.push_str(&format!(
-            "<line x1=\"{LEFT}\" x2=\"{:.1}\" y1=\"{:.1}\" y2=\"{:.1}\" stroke=\"#dddddd\"/>\n\
-             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{:.0} %</text>\n",
-            LEFT + WIDTH,
-            y(share),
-            y(share),
-            LEFT - 6.0,
-            y(share) + 4.0,
-            share * 100.0
-        ));
-    }
-    let ticks = (-3..7).flat_map(|power| [1.0, 2.0, 5.0].map(|step| step * 10f64.powi(power)));
-    for tick in ticks.filter(|tick| *tick >= low * 0.999 && *tick <= high * 1.001) {
-        out.push_str(&format!(
-            "<line x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{TOP}\" y2=\"{1:.1}\" stroke=\"#eeeeee\"/>\n\
-             <text x=\"{0:.1}\" y=\"{2:.1}\" text-anchor=\"middle\">{tick}</text>\n",
-            x(tick),
-            TOP + HEIGHT,
-            TOP + HEIGHT + 18.0
-        ));
-    }
-    for (number, curve) in curves.iter().enumerate().filter(|(_, curve)| !curve.samples_ms.is_empty()) {
-        let color = COLORS[number % COLORS.len()];
+    let series = |(color, curve): (usize, &Curve)| {
         let samples = sorted(&curve.samples_ms);
-        let point = |(index, sample): (usize, &f64)| {
-            format!("{:.1},{:.1}", x(sample.max(low)), y((index + 1) as f64 / samples.len() as f64))
-        };
-        let points: Vec<String> = samples.iter().enumerate().map(point).collect();
-        out.push_str(&format!(
-            "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>\n\
-             <text x=\"{}\" y=\"{}\" fill=\"{color}\">{}</text>\n",
-            points.join(" "),
-            LEFT + 12.0,
-            TOP + 18.0 + 16.0 * number as f64,
-            curve.name
-        ));
-    }
-    out.push_str("</svg>\n");
-    out
+        let share = |(index, sample): (usize, &f64)| (*sample, Some((index + 1) as f64 / samples.len() as f64));
+        Series {
+            name: curve.name.to_owned(),
+            color,
+            is_dashed: false,
+            points: samples.iter().enumerate().map(share).collect(),
+        }
+    };
+    let series: Vec<Series> = curves.iter().enumerate().map(series).collect();
+    let title = "Time to first token: share of requests within x ms";
+    chart::standalone(title, &Axis::logarithmic("ms to the first token"), &Axis::share("share"), &series)
 }
 
 #[cfg(test)]
@@ -145,8 +105,8 @@ mod tests {
     fn svg_has_a_point_per_sample() {
         let picture = svg(&curves());
         assert!(picture.starts_with("<svg") && picture.ends_with("</svg>\n"));
-        let points = picture.lines().find(|line| line.starts_with("<polyline")).unwrap();
-        assert_eq!(points.matches(',').count(), 100);
+        let points = picture.split("class=\"series c1\" d=\"").nth(2).unwrap().split('"').next().unwrap();
+        assert_eq!(points.matches(['M', 'L']).count(), 100, "{points}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::{DemoConfig, PolicyRun};
-use crate::run::report::core_json;
+use crate::run::report::figures;
 
 /// Mean TTFT of the first run divided by that of the second; `None` if one has none.
 pub fn ttft_ratio(runs: &[PolicyRun]) -> Option<f64> {
@@ -15,10 +15,8 @@ pub fn ttft_ratio(runs: &[PolicyRun]) -> Option<f64> {
 /// The file of `--json`.
 pub fn json(config: &DemoConfig, runs: &[PolicyRun]) -> Value {
     let run = |run: &PolicyRun| {
-        let mut value = json!({"policy": run.policy});
-        if let (Value::Object(value), Value::Object(core)) = (&mut value, core_json(&run.result)) {
-            value.extend(core);
-        }
+        let mut value = json!(figures(&run.result));
+        value["policy"] = json!(run.policy);
         value["requests_per_engine"] = json!(run.requests_per_engine);
         value["problems"] = json!(run.problems);
         value
@@ -28,7 +26,7 @@ pub fn json(config: &DemoConfig, runs: &[PolicyRun]) -> Value {
             "block_count_after_first": check.blocks_after_first, "block_count_after_second": check.blocks_after_second})
     });
     json!({
-        "schema": "loadgen.demo/1",
+        "schema": "loadgen.demo/2",
         "runs": runs.iter().map(run).collect::<Vec<_>>(),
         "ttft_mean_ratio": ttft_ratio(runs),
         "seed_check": seed_check,

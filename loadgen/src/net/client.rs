@@ -22,6 +22,8 @@ const HEADERS_MAX: usize = 100;
 /// Connections kept idle per target.
 const IDLE_MAX: usize = 16 * 1024;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Headers by which a router may say who computed the prompt: of a pair, the prefill worker.
+const WORKER_HEADERS: [&str; 2] = ["x-prefill-instance-id", "x-worker-instance-id"];
 
 /// A parsed `http://host:port[/prefix]`.
 #[derive(Clone, Debug)]
@@ -98,6 +100,8 @@ pub struct Client {
 pub struct AnswerHead {
     pub status: u16,
     pub event_stream: bool,
+    /// Value of the first of [`WORKER_HEADERS`] that the answer has.
+    pub worker: Option<String>,
     keep_alive: bool,
     framing: Framing,
 }
@@ -389,6 +393,7 @@ fn parse_head(input: &[u8]) -> Result<Option<(AnswerHead, usize)>, ClientError> 
     };
     let mut head =
         AnswerHead { status: parsed.code.unwrap_or(0), keep_alive: parsed.version == Some(1), ..AnswerHead::default() };
+    let mut worker_rank = WORKER_HEADERS.len();
     for header in parsed.headers.iter() {
         let text = std::str::from_utf8(header.value).unwrap_or("").trim();
         if header.name.eq_ignore_ascii_case("content-length") {
@@ -404,6 +409,10 @@ fn parse_head(input: &[u8]) -> Result<Option<(AnswerHead, usize)>, ClientError> 
             head.keep_alive &= !text.eq_ignore_ascii_case("close");
         } else if header.name.eq_ignore_ascii_case("content-type") {
             head.event_stream = text.starts_with("text/event-stream");
+        } else if let Some(rank) = WORKER_HEADERS.iter().position(|name| header.name.eq_ignore_ascii_case(name))
+            && rank < worker_rank
+        {
+            (head.worker, worker_rank) = (Some(text.to_owned()), rank);
         }
     }
     if matches!(head.status, 204 | 304) {

@@ -165,7 +165,7 @@ async fn drive(config: RunConfig) -> Result<Rc<Run>> {
 }
 
 fn progress_bar(requests: u64) -> indicatif::ProgressBar {
-    let template = "{elapsed_precise} [{bar:30}] {pos}/{len} {per_sec} eta {eta} {msg}";
+    let template = "{elapsed_precise} [{bar:30}] {pos}/{len}, {per_sec}, {eta} left, {msg}";
     let style = indicatif::ProgressStyle::with_template(template).expect("the template is valid");
     indicatif::ProgressBar::new(requests).with_style(style)
 }
@@ -178,6 +178,7 @@ async fn look(run: Rc<Run>, finished: Latch) {
             return run.watch.stop();
         }
         run.watch.look(Instant::now());
+        run.show_progress();
         monoio::select! {
             _ = monoio::time::sleep(LOOK_EVERY) => {}
             _ = finished.wait() => {}
@@ -259,6 +260,14 @@ impl Run {
         }
     }
 
+    /// Beside what the bar counts itself; not at every request, which would cost more than the request.
+    fn show_progress(&self) {
+        if !self.bar.is_hidden() {
+            let errors = self.record.borrow().errors_total();
+            self.bar.set_message(format!("in flight {}, errors {errors}", self.under_way.get()));
+        }
+    }
+
     /// False when the run is being stopped.
     async fn permit(&self) -> bool {
         if self.stop.is_open() {
@@ -281,10 +290,6 @@ impl Run {
             self.measured.set(Some((first.min(exchange.intended), last.max(exchange.ended))));
         }
         self.bar.inc(1);
-        let errors = record.errors_total();
-        if errors > 0 {
-            self.bar.set_message(format!("errors {errors}"));
-        }
     }
 
     fn phase(&self, index: usize, intended: Instant) -> Phase {
@@ -310,6 +315,7 @@ impl Run {
         let intended = intended.unwrap_or(sent);
         let (mut reading, outcome) = self.send(request, conduct, expected.is_some(), sent).await;
         let ended = Instant::now();
+        let worker = outcome.as_ref().ok().and_then(|head| head.worker.clone());
         let (aborted, outcome) = match outcome {
             Ok(head) => (false, reading.judge(&head, expected.map(String::as_str))),
             Err(None) => (true, Ok(())),
@@ -331,6 +337,7 @@ impl Run {
             gaps: reading.gaps,
             usage: reading.answer.usage,
             content_events: reading.answer.content_events,
+            worker,
             aborted,
             slow_reader: conduct.is_slow,
             outcome,

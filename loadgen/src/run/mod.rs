@@ -11,6 +11,8 @@ pub mod record;
 pub mod recording;
 mod render;
 pub mod report;
+pub mod rows;
+pub mod scrape;
 pub mod slo;
 pub mod workload;
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 
 use super::answer::Usage;
+use super::rows::Rows;
 use crate::net::client::ClientError;
 
 /// Longest latency told apart: one hour.
@@ -42,6 +43,23 @@ impl Latencies {
 
     pub fn max_ms(&self) -> f64 {
         self.0.max() as f64 / 1000.0
+    }
+
+    /// The largest value of each bucket and how many it holds; buckets are at most 1 % wide.
+    pub fn buckets_ms(&self) -> Vec<(f64, u64)> {
+        let (mut buckets, mut full_at): (Vec<(f64, u64)>, u64) = (Vec::new(), 0);
+        for step in self.0.iter_recorded() {
+            let (micros, count) = (step.value_iterated_to(), step.count_since_last_iteration());
+            let upper = micros as f64 / 1000.0;
+            match buckets.last_mut() {
+                Some(bucket) if micros <= full_at => *bucket = (upper, bucket.1 + count),
+                _ => {
+                    full_at = micros + micros / 100;
+                    buckets.push((upper, count));
+                }
+            }
+        }
+        buckets
     }
 }
 
@@ -119,6 +137,8 @@ pub struct Exchange {
     pub gaps: Vec<Duration>,
     pub usage: Option<Usage>,
     pub content_events: u64,
+    /// Who computed the prompt, if the answer says so.
+    pub worker: Option<String>,
     /// The client left on purpose, so that there is nothing to time; not an error.
     pub aborted: bool,
     /// The client read at a trickle on purpose: its times are its own.
@@ -144,6 +164,7 @@ impl Exchange {
             gaps: Vec::new(),
             usage: None,
             content_events: 0,
+            worker: None,
             aborted: false,
             slow_reader: false,
             slo_met: None,
@@ -176,12 +197,13 @@ pub struct Record {
     /// Requests whose usage told cached tokens.
     pub cached_known: u64,
     pub output_tokens: u64,
-    /// Per request, in order of completion: seconds since the start, TTFT in milliseconds.
-    pub ttft_series: Vec<(f64, f64)>,
+    /// Every request, warm-up included.
+    pub rows: Rows,
 }
 
 impl Record {
     pub fn add(&mut self, exchange: &Exchange, start: Instant) {
+        self.rows.push(exchange, start);
         if exchange.phase == Phase::WarmUp {
             return;
         }
@@ -204,8 +226,6 @@ impl Record {
             let ttft = first.saturating_duration_since(exchange.intended);
             self.ttft.record(ttft);
             self.ttft_from_send.record(first.saturating_duration_since(exchange.sent));
-            let since_start = exchange.intended.saturating_duration_since(start).as_secs_f64();
-            self.ttft_series.push((since_start, ttft.as_secs_f64() * 1000.0));
         }
         self.end_to_end.record(exchange.ended.saturating_duration_since(exchange.intended));
         exchange.gaps.iter().for_each(|gap| self.inter_token.record(*gap));

@@ -1,9 +1,10 @@
-//! Owns what a run looks like on paper: the JSON report and the text table. Never measures.
+//! Owns what a run looks like on paper: its report and the text table. Never measures.
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::config::{RunConfig, RunResult};
 use super::record::Latencies;
+use crate::report::model::{Distribution, Figures, Fleet, Generator, RunReport, SCHEMA};
 
 /// The generator kept its schedule when requests started at most this late (99th percentile), with CPU to spare.
 const SEND_LAG_MS_MAX: f64 = 10.0;
@@ -14,13 +15,21 @@ pub fn is_saturated(result: &RunResult) -> bool {
     result.record.send_lag.quantile_ms(0.99) > SEND_LAG_MS_MAX || result.cpu_share > CPU_SHARE_MAX
 }
 
-/// A distribution as JSON, milliseconds.
-pub fn latencies(values: &Latencies) -> Value {
-    let round = |value: f64| (value * 1000.0).round() / 1000.0;
-    json!({"count": values.count(), "mean": round(values.mean_ms()), "p50": round(values.quantile_ms(0.5)),
-        "p90": round(values.quantile_ms(0.9)), "p95": round(values.quantile_ms(0.95)),
-        "p99": round(values.quantile_ms(0.99)), "p999": round(values.quantile_ms(0.999)),
-        "max": round(values.max_ms())})
+/// A distribution in milliseconds, three decimals.
+pub fn distribution(values: &Latencies) -> Distribution {
+    let rounded = |value: f64| (value * 1000.0).round() / 1000.0;
+    let quantile = |share: f64| rounded(values.quantile_ms(share));
+    Distribution {
+        count: values.count(),
+        mean: rounded(values.mean_ms()),
+        p50: quantile(0.5),
+        p90: quantile(0.9),
+        p95: quantile(0.95),
+        p99: quantile(0.99),
+        p999: quantile(0.999),
+        max: rounded(values.max_ms()),
+        buckets: values.buckets_ms(),
+    }
 }
 
 /// Completed requests per second.
@@ -28,44 +37,57 @@ pub fn throughput_rps(result: &RunResult) -> f64 {
     result.record.answered() as f64 / result.duration.as_secs_f64().max(1e-9)
 }
 
-/// The members that every kind of report shares.
-pub fn core_json(result: &RunResult) -> Value {
+/// What every kind of report says of a run.
+pub fn figures(result: &RunResult) -> Figures {
     let record = &result.record;
-    let errors: serde_json::Map<String, Value> =
-        record.errors.iter().map(|(failure, count)| (failure.name(), json!(count))).collect();
-    json!({
-        "requests": record.requests,
-        "aborted": record.aborted,
-        "slow_readers": record.slow_readers,
-        "errors": record.errors_total(),
-        "errors_by_class": errors,
-        "hit_rate": record.hit_rate(),
-        "ttft_ms": latencies(&record.ttft),
-        "ttft_from_send_ms": latencies(&record.ttft_from_send),
-        "inter_token_ms": latencies(&record.inter_token),
-        "end_to_end_ms": latencies(&record.end_to_end),
-        "throughput_rps": throughput_rps(result),
-        "goodput_rps": result.goodput_rps,
-        "output_tokens_per_second": record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "output_tokens": record.output_tokens,
-        "duration_seconds": result.duration.as_secs_f64(),
-        "generator": {"send_lag_ms": latencies(&record.send_lag), "cpu_share": result.cpu_share, "cpu_seconds": result.cpu.as_secs_f64(),
-            "saturated": is_saturated(result)},
-        "interrupted": result.interrupted,
-    })
+    let errors = record.errors_total();
+    Figures {
+        requests: record.requests,
+        errors,
+        error_rate: errors as f64 / record.requests.max(1) as f64,
+        errors_by_class: record.errors.iter().map(|(failure, count)| (failure.name(), *count)).collect(),
+        aborted: record.aborted,
+        slow_readers: record.slow_readers,
+        hit_rate: record.hit_rate(),
+        ttft_ms: distribution(&record.ttft),
+        ttft_from_send_ms: distribution(&record.ttft_from_send),
+        inter_token_ms: distribution(&record.inter_token),
+        end_to_end_ms: distribution(&record.end_to_end),
+        throughput_rps: throughput_rps(result),
+        goodput_rps: result.goodput_rps,
+        output_tokens_per_second: record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
+        prompt_tokens: record.prompt_tokens,
+        cached_tokens: record.cached_tokens,
+        output_tokens: record.output_tokens,
+        duration_seconds: result.duration.as_secs_f64(),
+        generator: Generator {
+            send_lag_ms: distribution(&record.send_lag),
+            cpu_share: result.cpu_share,
+            cpu_seconds: result.cpu.as_secs_f64(),
+            saturated: is_saturated(result),
+        },
+        interrupted: result.interrupted,
+        timeline: record.rows.timeline(),
+        placement: record.rows.placement(),
+    }
 }
 
 /// The report of `loadgen run`.
-pub fn run_json(config: &RunConfig, result: &RunResult) -> Value {
-    let mut report = json!({"schema": "loadgen.run/1", "target": config.target, "workload": config.workload,
-        "pace": config.pace, "burst": config.burst, "speedup": config.speedup, "warmup": config.warmup, "slo": config.slo,
-        "manners": config.manners});
-    if let (Value::Object(report), Value::Object(core)) = (&mut report, core_json(result)) {
-        report.extend(core);
+pub fn run_report(config: &RunConfig, result: &RunResult, name: Option<String>, fleet: Option<Fleet>) -> RunReport {
+    RunReport {
+        schema: SCHEMA.into(),
+        name,
+        target: config.target.clone(),
+        workload: json!(config.workload),
+        pace: json!(config.pace),
+        burst: config.burst,
+        speedup: config.speedup,
+        warmup: json!(config.warmup),
+        slo: json!(config.slo),
+        manners: json!(config.manners),
+        figures: figures(result),
+        fleet,
     }
-    report
 }
 
 /// The report as text.

@@ -2,7 +2,7 @@
 //! dashboard.
 
 mod access_log;
-mod browser;
+pub mod browser;
 mod dashboard;
 mod explain;
 mod metric_names;

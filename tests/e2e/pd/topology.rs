@@ -69,13 +69,16 @@ fn a_gateway_names_both_workers_in_direct_mode() {
     let (prefill, other_prefill, decode, other_decode) = (done(), done(), decoding(), decoding());
     let records =
         pair_of("sglang-bootstrap", &[prefill.address, other_prefill.address], &[decode.address, other_decode.address]);
-    let router = start(&records, |start| start.args(&["--router-mode", "direct"]));
+    let router = start(&records, |start| start.args(&["--router-mode", "direct", "--answer-names-worker"]));
     let ask = |headers: &str| {
         client::exchange(router.address, "POST", "/v1/completions", headers, br#"{"model":"m","prompt":"x"}"#)
     };
     let named = format!("x-worker-instance-id: {}\r\nx-prefill-instance-id: {}\r\n", decode.address, prefill.address);
     for _ in 0..4 {
-        assert_eq!(ask(&named).status, 200);
+        let answer = ask(&named);
+        let told =
+            ["x-worker-instance-id", "x-prefill-instance-id"].map(|name| answer.header(name).unwrap().to_owned());
+        assert_eq!((answer.status, told), (200, [decode.address, prefill.address].map(|it| it.to_string())));
     }
     wait_for_bodies(&prefill, 4);
     assert_eq!(decode.requests(), 4);
