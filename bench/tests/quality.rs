@@ -9,14 +9,17 @@ use std::time::Duration;
 
 use bench::simulation::{Plan, Rule, RunResult, Source, run_all};
 use loadgen::engine::scheduler::Speed;
-use loadgen::sim::{Shape, Slo};
+use loadgen::plan::trace::TRACE_BLOCK_TOKENS;
+use loadgen::sim::{Pairs, Shape, Slo, TraceLine};
 
 fn plan(rules: &[&str]) -> Plan {
     Plan {
         source: Source::Generated { shape: Shape::Agents, requests: 500, rate: 0.5 },
         engines: 4,
+        pairs: None,
         speed: Speed::default(),
         pool_tokens: 1 << 20,
+        host_tokens: 0,
         block_size: 64,
         event_lag: Duration::from_millis(2),
         slo: Slo { ttft_s: 2.0, itl_s: 0.1 },
@@ -67,6 +70,68 @@ fn an_idle_fleet_finds_a_prefix_where_it_was_computed() {
             // 80 blocks of 64 tokens in ten ids.
             assert_eq!(result.outcome.hit_rate, 5120.0 / 10_500.0, "{rule}");
         }
+    }
+}
+
+/// A trace of requests that come at even times: the ids of each, behind one that all share.
+fn trace(every_ms: usize, prompts: impl Iterator<Item = Vec<u64>>) -> Source {
+    let line = |(number, own): (usize, Vec<u64>)| TraceLine {
+        timestamp: (number * every_ms) as u64,
+        input_length: (own.len() + 1) * TRACE_BLOCK_TOKENS,
+        output_length: 50,
+        hash_ids: std::iter::once(0).chain(own).collect(),
+    };
+    Source::Trace { lines: prompts.enumerate().map(line).collect(), speed: 1.0, is_sequential: false }
+}
+
+/// Conversations whose device blocks are gone when they come back, and hosts that hold them all: who counts what a host has
+/// sends them there, and their prompts are loaded instead of computed.
+#[test]
+fn blocks_in_host_memory_are_found_by_the_default_and_not_without_credit() {
+    let rules = ["kv-aware,host=0", "kv-aware"];
+    let turns =
+        (0..3).flat_map(|turn| (0..80).map(move |chat| (0..8 + 2 * turn).map(|at| 1 + chat * 100 + at).collect()));
+    let plan = Plan { source: trace(400, turns), pool_tokens: 1 << 15, host_tokens: 1 << 20, ..plan(&rules) };
+    let results = run_all(&plan, 2).unwrap();
+    for (without, with) in of(&results, rules[0]).zip(of(&results, rules[1])) {
+        assert!(with.outcome.host_hit_rate > 0.3, "{with:?}");
+        assert!(with.outcome.hit_rate > 1.5 * without.outcome.hit_rate, "{with:?} {without:?}");
+        assert!(with.outcome.ttft_mean_s < without.outcome.ttft_mean_s, "{with:?} {without:?}");
+    }
+}
+
+/// One long prompt and three short ones in turn over four decode engines: taking turns gives all long ones to one of them.
+#[test]
+fn decode_demand_spreads_what_decode_engines_hold() {
+    let rules = ["round-robin", "kv-aware,demand=0"];
+    let prompts = (0..240).map(|number| {
+        let ids = if number % 4 == 0 { 40 } else { 1 };
+        (0..ids).map(|at| 1 + number * 100 + at).collect()
+    });
+    let pairs = Some(Pairs { prefill: 4, transfer_per_token: Duration::from_micros(5) });
+    let plan = Plan { source: trace(250, prompts), engines: 8, pairs, ..plan(&rules) };
+    let results = run_all(&plan, 2).unwrap();
+    for (turns, demand) in of(&results, rules[0]).zip(of(&results, rules[1])) {
+        assert!(turns.outcome.imbalance_decode > 2.0 && demand.outcome.imbalance_decode < 1.3, "{turns:?} {demand:?}");
+        assert!(demand.outcome.hit_rate > 0.0, "{demand:?}");
+    }
+}
+
+#[test]
+fn simulate_says_how_fast_it_was_and_refuses_what_cannot_be() {
+    let simulate = |arguments: &[&str]| {
+        let command = ["--workload", "agents", "--requests", "100", "--engines", "3"];
+        Command::new(env!("CARGO_BIN_EXE_simulate")).args(command).args(arguments).output().unwrap()
+    };
+    let output = simulate(&["--prefill-engines", "1", "--host-tokens", "100000", "--rule", "kv-aware,demand=0"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("kv-aware,demand=0") && text.contains("times as fast"), "{text}");
+    for wrong in
+        [["--step-base-ms", "-1"], ["--prefill-engines", "3"], ["--jitter", "2"], ["--rule", "kv-aware,host=2"]]
+    {
+        // With an equals sign: a negative number is no flag.
+        let wrong = wrong.join("=");
+        assert!(!simulate(&[&wrong]).status.success(), "{wrong}");
     }
 }
 

@@ -10,5 +10,6 @@ pub mod prompt;
 pub mod report;
 pub mod run;
 pub mod seed;
+pub mod sibling;
 pub mod sim;
 pub mod words;

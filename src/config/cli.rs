@@ -147,9 +147,10 @@ pub struct RoutingArgs {
     /// active, for decode workers and for requests with images].
     #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
     pub kv_overlap_weight: Option<f64>,
-    /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
-    #[arg(long, value_name = "WEIGHT", default_value_t = 0.0, allow_negative_numbers = true)]
-    pub kv_host_tier_weight: f64,
+    /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix
+    /// [default: 0.5; 0 with --kv-load active].
+    #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
+    pub kv_host_tier_weight: Option<f64>,
     /// true|false: ask an engine to forget its cache when its KV events have no beginning and cannot be replayed.
     #[arg(
         long,

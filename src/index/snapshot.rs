@@ -64,9 +64,15 @@ impl Snapshot {
         self.table.len()
     }
 
-    /// Depth, in blocks, of the longest prefix of `blocks` that each slot holds in device memory without a hole.
-    pub fn query(&self, blocks: &[BlockHash], hits: &mut Hits) {
-        self.walk(blocks, hits, |node| &node.device);
+    /// Depth, in blocks, of the longest prefix of `blocks` that each slot holds in device memory without a hole. Tells
+    /// whether [`Snapshot::query_any`] could say anything else: not where nobody has told of another memory on the way.
+    pub fn query(&self, blocks: &[BlockHash], hits: &mut Hits) -> bool {
+        let mut differs = false;
+        self.walk(blocks, hits, |node| {
+            differs |= node.any.is_some();
+            &node.device
+        });
+        differs
     }
 
     /// The same for any memory: never less than [`Snapshot::query`]. What it has more is the extension of the device
@@ -76,7 +82,7 @@ impl Snapshot {
     }
 
     #[inline]
-    fn walk(&self, blocks: &[BlockHash], hits: &mut Hits, spans: impl Fn(&Node) -> &Spans) {
+    fn walk<'a>(&'a self, blocks: &[BlockHash], hits: &mut Hits, mut spans: impl FnMut(&'a Node) -> &'a Spans) {
         hits.clear();
         let mut at = 0;
         'strands: while let Some(block) = blocks.get(at) {

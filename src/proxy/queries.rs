@@ -20,8 +20,16 @@ pub(super) struct Row {
     /// Address of the blocks, which the pick holds: equal blocks of two prompts are asked for twice, never wrongly once.
     blocks: usize,
     pub device: Hits,
-    /// Depths in any memory; asked for only where host memory has a weight.
-    pub any: Hits,
+    /// Depths in any memory, where they may differ and somebody wants them.
+    other: Hits,
+    is_other: bool,
+}
+
+impl Row {
+    /// Depths in any memory, if they were wanted.
+    pub fn any(&self) -> &Hits {
+        if self.is_other { &self.other } else { &self.device }
+    }
 }
 
 impl Queries {
@@ -47,9 +55,9 @@ impl Queries {
             let row = &mut self.rows[self.used];
             row.blocks = address;
             let started = Instant::now();
-            view.index.query(blocks, &mut row.device);
-            if wants_any {
-                view.index.query_any(blocks, &mut row.any);
+            row.is_other = view.index.query(blocks, &mut row.device) && wants_any;
+            if row.is_other {
+                view.index.query_any(blocks, &mut row.other);
             }
             self.took += started.elapsed();
             self.used += 1;

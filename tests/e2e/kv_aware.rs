@@ -1,5 +1,7 @@
 //! Routing by KV events, with simulated engines that store, evict and announce blocks of their own.
 
+use std::time::{Duration, Instant};
+
 use loadgen::engine::events::EngineStyle;
 use loadgen::engine::faults::Faults;
 use loadgen::engine::{Engine, EngineConfig, EngineHandle};
@@ -62,6 +64,37 @@ pub fn wait_for_feeds(router: &Router, engines: usize) {
     wait_until("every event feed is connected", || {
         router.metric_sum("infera_router_kv_events_connected") == engines as f64
     });
+}
+
+/// A prompt whose blocks the device has evicted goes where the host still has them, and not to an engine that has nothing.
+#[test]
+fn a_prompt_that_only_host_memory_holds_goes_where_it_can_be_loaded() {
+    let tokenizer = tokenizer();
+    for style in [EngineStyle::Vllm, EngineStyle::Sglang] {
+        let config = EngineConfig { style, blocks_total: 200, host_blocks: 4096, ..EngineConfig::default() };
+        let engines: Vec<_> = (0..2).map(|_| Engine::start(config.clone()).unwrap()).collect();
+        let start = engines.iter().fold(router(), |start, engine| start.engine(engine));
+        let router = start.args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+        wait_for_feeds(&router, engines.len());
+        let prompt = chat(&long_prefix("alpha"));
+        let prompt_tokens =
+            router.post("/v1/chat/completions", &prompt).json()["usage"]["prompt_tokens"].as_u64().unwrap();
+        let holder = engines.iter().find(|engine| engine.state().totals().finished > 0).unwrap();
+        // Not through the router, which would send them elsewhere.
+        for topic in ["beta", "gamma", "delta", "epsilon", "zeta"] {
+            let answer = client::post(holder.addr, "/v1/chat/completions", &chat(&long_prefix(topic)));
+            assert_eq!(answer.status, 200, "{}", answer.text());
+        }
+        assert!(holder.wait_until(PATIENCE, |state| state.is_idle()));
+        // The host has all that the device has, and more.
+        let on_host = holder.state().ranks[0].host_blocks_resident as u64;
+        wait_until("the mirror knows the host's blocks", || block_count(&router, holder) == on_host);
+        let before = holder.state().totals();
+        let again = router.post("/v1/chat/completions", &prompt).json();
+        assert!(cached_tokens(&again) + 16 >= prompt_tokens, "{style:?}: {again}");
+        let loaded = holder.state().totals().loaded_tokens - before.loaded_tokens;
+        assert!(loaded > prompt_tokens / 2, "{style:?}: {loaded} of {prompt_tokens} tokens came from the host");
+    }
 }
 
 /// The seed's check: send two requests with the same long prefix; the second is a hit and `block_count` stays flat.
@@ -301,14 +334,25 @@ fn b58_long_prompts_do_not_hold_up_the_shard() {
     let router =
         router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
     wait_for_feeds(&router, 1);
-    let text: String = (0..40_000).map(|number| format!("word{} ", number * 7919 % 10_007)).collect();
-    let address = router.address;
-    let posting = std::thread::spawn(move || client::post(address, "/v1/chat/completions", &chat(&text)).status);
+    let encoding = || router.metric(r#"infera_router_stage_seconds_sum{stage="encode"}"#).unwrap_or(0.0);
     let mut health = Connection::open(router.address);
-    while !posting.is_finished() {
-        health.send(&client::request("GET", "/health", "", b""));
-        assert_eq!(health.answer("GET").status, 200);
-    }
-    assert_ne!(posting.join().unwrap(), 500);
+    // The machine's other work may hold up anybody once; a shard that encodes is held up each time.
+    let is_undisturbed = (0..5).any(|round| {
+        let text: String = (0..150_000).map(|number| format!("{round}word{} ", number * 7919 % 10_007)).collect();
+        let (address, before) = (router.address, encoding());
+        let posting = std::thread::spawn(move || client::post(address, "/v1/chat/completions", &chat(&text)).status);
+        let mut worst = Duration::ZERO;
+        while !posting.is_finished() {
+            let asked = Instant::now();
+            health.send(&client::request("GET", "/health", "", b""));
+            assert_eq!(health.answer("GET").status, 200);
+            worst = worst.max(asked.elapsed());
+        }
+        assert_ne!(posting.join().unwrap(), 500);
+        let took = encoding() - before;
+        println!("encoded in {took} s, the shard was away for {worst:?} at most");
+        took > 0.0 && worst.as_secs_f64() < took / 2.0
+    });
+    assert!(is_undisturbed, "no answer came while a prompt was encoded");
     router.wait_for_rest();
 }

@@ -363,7 +363,7 @@ fn miss_ns(subject: &Subject) -> f64 {
     let misses: Vec<[BlockHash; 1]> = (0..QUERIES).map(|_| [BlockHash(random.u64(..))]).collect();
     let mut hits = Hits::new();
     let round = |_| {
-        timed(|| misses.iter().for_each(|miss| subject.snapshot.query(std::hint::black_box(miss), &mut hits)))
+        timed(|| misses.iter().for_each(|miss| _ = subject.snapshot.query(std::hint::black_box(miss), &mut hits)))
             / QUERIES as f64
     };
     median((0..200).map(round).collect())
@@ -395,7 +395,7 @@ fn first_touch_ns(bytes: usize) -> f64 {
     thread_cpu_ns() - started_ns
 }
 
-fn timed(work: impl FnOnce()) -> f64 {
+fn timed<T>(work: impl FnOnce() -> T) -> f64 {
     let started = Instant::now();
     work();
     started.elapsed().as_nanos() as f64

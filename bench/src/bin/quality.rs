@@ -110,13 +110,15 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 /// half a million tokens under conversations, a million under agents, whose contexts are longer.
 fn cases(lines: Option<Vec<TraceLine>>, arguments: &Arguments) -> anyhow::Result<Vec<Case>> {
     let mut cases = Vec::new();
-    for (engines, factor) in [(8, 1.0), (16, 2.0)] {
+    for (engines, factor, rate) in [(8, 1.0, "at its recorded rate"), (16, 2.0, "at twice its recorded rate")] {
         let plan = |source, pool_tokens| -> anyhow::Result<Plan> {
             Ok(Plan {
                 source,
                 engines,
+                pairs: None,
                 speed: Speed::default(),
                 pool_tokens,
+                host_tokens: 0,
                 block_size: 64,
                 event_lag: Duration::from_millis(2),
                 slo: Slo { ttft_s: 2.0, itl_s: 0.1 },
@@ -128,7 +130,7 @@ fn cases(lines: Option<Vec<TraceLine>>, arguments: &Arguments) -> anyhow::Result
             let part = (lines.len() as f64 * arguments.share) as usize;
             let lines = lines[..part.max(1)].to_vec();
             let source = Source::Trace { lines, speed: factor, is_sequential: false };
-            let name = format!("conversation trace, {engines} engines, {factor} times the recorded rate");
+            let name = format!("conversation trace {rate}, {engines} engines");
             cases.push(Case { name, plan: plan(source, 1 << 19)? });
         }
         let source =

@@ -4,14 +4,14 @@
 use std::fs::File;
 use std::io::{BufReader, Write};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use bench::simulation::{Plan, Rule, Source, run_all};
 use bench::statistics::spread;
 use clap::Parser;
-use loadgen::engine::scheduler::Speed;
-use loadgen::sim::{Outcome, Shape, Slo, read_trace};
+use loadgen::engine::speed::SpeedArguments;
+use loadgen::sim::{Outcome, Pairs, Shape, Slo, read_trace};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -40,19 +40,21 @@ struct Arguments {
     /// Tokens of KV per engine.
     #[arg(long, default_value_t = 1 << 19)]
     pool_tokens: usize,
+    /// Tokens of KV in each engine's host memory: computed blocks are copied there, and loaded once the device has evicted
+    /// them.
+    #[arg(long, default_value_t = 0)]
+    host_tokens: usize,
+    /// So many of the engines do prefill only, the others decode only.
+    #[arg(long)]
+    prefill_engines: Option<usize>,
+    /// From a prefill engine to a decode engine.
+    #[arg(long, default_value_t = 5.0, requires = "prefill_engines")]
+    transfer_us_per_token: f64,
     /// Tokens per block.
     #[arg(long, default_value_t = 64)]
     block_size: usize,
-    #[arg(long, default_value_t = 6.0)]
-    step_base_ms: f64,
-    #[arg(long, default_value_t = 100.0)]
-    prefill_us_per_token: f64,
-    #[arg(long, default_value_t = 150.0)]
-    decode_us_per_sequence: f64,
-    #[arg(long, default_value_t = 40.0)]
-    decode_us_per_kilotoken: f64,
-    #[arg(long, default_value_t = 2048)]
-    max_batched_tokens: usize,
+    #[command(flatten)]
+    engine_speed: SpeedArguments,
     /// From a step's end to the router's view.
     #[arg(long, default_value_t = 2.0)]
     event_lag_ms: f64,
@@ -63,7 +65,8 @@ struct Arguments {
     #[arg(long, default_value_t = 0.1)]
     slo_itl: f64,
     /// round-robin, session-affinity, most-cached, or kv-aware with load=queue|active, weight=, queued=, active=, requests=,
-    /// recent=off|idle|on, knowledge=events|promised|truth; without options as the router's own. Repeatable.
+    /// recent=off|idle|on, host=, demand=off|W, knowledge=events|promised|truth; without options as the router's own.
+    /// Repeatable.
     #[arg(long, default_values = ["round-robin", "session-affinity", "kv-aware,load=active", "kv-aware"])]
     rule: Vec<Rule>,
     /// Runs of each rule.
@@ -78,7 +81,6 @@ struct Arguments {
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     let plan = plan(&arguments)?;
-    let started = Instant::now();
     let results = run_all(&plan, arguments.threads)?;
     let mut out = std::io::stdout().lock();
     // A reader that has left, as `| head` does, is no reason to stop: the file is still to be written.
@@ -88,7 +90,7 @@ fn main() -> anyhow::Result<()> {
     let _ = writeln!(out, "hit rate: best for the fleet's memory {best:.4}, one infinite cache {infinite:.4}");
     let _ = writeln!(
         out,
-        "{:<46} hit rate  of best  TTFT mean    p50     p99  ITL p50    p99  goodput  max/mean requests prefill",
+        "{:<46} hit rate  of best  of host  TTFT mean    p50     p99  ITL p50    p99  goodput  max/mean requests prefill decode",
         "rule"
     );
     for of_rule in results.chunk_by(|left, right| left.rule == right.rule) {
@@ -97,10 +99,11 @@ fn main() -> anyhow::Result<()> {
         };
         let _ = writeln!(
             out,
-            "{:<46} {:>8.4} {:>9.3} {:>10.3} {:>6.3} {:>7.3} {:>7.1}ms {:>5.0}ms {:>7.4} {:>12.2} {:>12.2}",
+            "{:<46} {:>8.4} {:>8.3} {:>8.4} {:>10.3} {:>6.3} {:>7.3} {:>6.1}ms {:>4.0}ms {:>8.4} {:>17.2} {:>7.2} {:>6.2}",
             of_rule[0].rule,
             median(|it| it.hit_rate),
             median(|it| it.hit_rate) / best,
+            median(|it| it.host_hit_rate),
             median(|it| it.ttft_mean_s),
             median(|it| it.ttft_p50_s),
             median(|it| it.ttft_p99_s),
@@ -109,11 +112,13 @@ fn main() -> anyhow::Result<()> {
             median(|it| it.goodput),
             median(|it| it.imbalance_requests),
             median(|it| it.imbalance_prefill),
+            median(|it| it.imbalance_decode),
         );
     }
     let virtual_s: f64 = results.iter().map(|result| result.outcome.seconds).sum();
-    let took_s = started.elapsed().as_secs_f64();
-    let _ = writeln!(out, "{virtual_s:.0} s of virtual time in {took_s:.1} s: {:.0} times as fast", virtual_s / took_s);
+    let took_s: f64 = results.iter().map(|result| result.took.as_secs_f64()).sum();
+    let times = virtual_s / took_s;
+    let _ = writeln!(out, "{virtual_s:.0} s of virtual time in {took_s:.1} s of CPU time: {times:.0} times as fast");
     if let Some(path) = &arguments.json {
         std::fs::write(path, serde_json::to_vec_pretty(&results)?)
             .with_context(|| format!("writing {}", path.display()))?;
@@ -138,22 +143,23 @@ fn plan(arguments: &Arguments) -> anyhow::Result<Plan> {
         (None, None) => anyhow::bail!("--trace or --workload is needed"),
     };
     anyhow::ensure!(arguments.engines > 0 && arguments.engines <= 1024, "--engines must be 1 to 1024");
-    anyhow::ensure!(arguments.block_size > 0 && arguments.max_batched_tokens > 0, "sizes must be positive");
+    anyhow::ensure!(arguments.block_size > 0, "--block-size must be positive");
     let duration = |name: &str, milliseconds: f64| {
         Duration::try_from_secs_f64(milliseconds / 1e3).with_context(|| format!("--{name}"))
     };
+    let transfer_per_token = duration("transfer-us-per-token", arguments.transfer_us_per_token / 1e3)?;
+    let pairs = arguments.prefill_engines.map(|prefill| Pairs { prefill, transfer_per_token });
+    anyhow::ensure!(
+        pairs.as_ref().is_none_or(|pairs| pairs.prefill > 0 && pairs.prefill < arguments.engines),
+        "--prefill-engines leaves at least one engine of each kind"
+    );
     Ok(Plan {
         source,
         engines: arguments.engines,
-        speed: Speed {
-            step_base: duration("step-base-ms", arguments.step_base_ms)?,
-            prefill_per_token: duration("prefill-us-per-token", arguments.prefill_us_per_token / 1e3)?,
-            decode_per_sequence: duration("decode-us-per-sequence", arguments.decode_us_per_sequence / 1e3)?,
-            decode_per_kilotoken: duration("decode-us-per-kilotoken", arguments.decode_us_per_kilotoken / 1e3)?,
-            tokens_per_step_max: arguments.max_batched_tokens,
-            ..Speed::default()
-        },
+        pairs,
+        speed: arguments.engine_speed.speed()?,
         pool_tokens: arguments.pool_tokens,
+        host_tokens: arguments.host_tokens,
         block_size: arguments.block_size,
         event_lag: duration("event-lag-ms", arguments.event_lag_ms)?,
         slo: Slo { ttft_s: arguments.slo_ttft, itl_s: arguments.slo_itl },

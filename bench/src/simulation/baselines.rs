@@ -10,7 +10,16 @@ use infera_router::route::RoundRobin;
 use infera_router::route::affinity::{Lease, SessionKey, SessionTable};
 use infera_router::worker::{Name, Role};
 use loadgen::engine::scheduler::CacheEvent;
-use loadgen::sim::{Engines, Request, Router};
+use loadgen::sim::{Engines, Part, Request, Router};
+
+/// The pool that a part is picked from.
+pub(super) fn role(part: Part) -> Role {
+    match part {
+        Part::Whole => Role::Mixed,
+        Part::Prefill => Role::Prefill,
+        Part::Decode => Role::Decode,
+    }
+}
 
 /// `--router-policy round-robin`.
 pub struct InTurn {
@@ -26,15 +35,15 @@ impl InTurn {
 }
 
 impl Router for InTurn {
-    fn pick(&mut self, _: u64, _: usize, _: &Request, engines: &Engines) -> usize {
-        self.candidates.resize(engines.count(), 0);
-        self.candidates.iter_mut().enumerate().for_each(|(at, index)| *index = at as u32);
-        let picked = self.rotation.pick(&self.model, Role::Mixed, &self.candidates);
+    fn pick(&mut self, _: u64, _: usize, _: &Request, part: Part, engines: &Engines) -> usize {
+        self.candidates.clear();
+        self.candidates.extend(engines.of(part).map(|engine| engine as u32));
+        let picked = self.rotation.pick(&self.model, role(part), &self.candidates);
         picked.expect("a fleet has engines") as usize
     }
 
     fn cache_changed(&mut self, _: usize, _: &[CacheEvent<u64>]) {}
-    fn first_token(&mut self, _: u64, _: usize) {}
+    fn prefilled(&mut self, _: u64, _: usize) {}
     fn ended(&mut self, _: u64, _: usize) {}
 }
 
@@ -43,7 +52,7 @@ pub struct Sessions {
     table: Arc<SessionTable>,
     clock_s: Arc<AtomicU32>,
     requests: Vec<usize>,
-    held: HashMap<usize, (usize, Option<Lease>)>,
+    held: HashMap<usize, Vec<(usize, Option<Lease>)>>,
 }
 
 impl Sessions {
@@ -56,24 +65,26 @@ impl Sessions {
 }
 
 impl Router for Sessions {
-    fn pick(&mut self, now_ns: u64, number: usize, request: &Request, _: &Engines) -> usize {
+    fn pick(&mut self, now_ns: u64, number: usize, request: &Request, part: Part, engines: &Engines) -> usize {
         self.clock_s.store((now_ns / 1_000_000_000) as u32 + 1, Ordering::Relaxed);
-        let key = SessionKey::new(1, "m", Role::Mixed, &request.session.to_le_bytes());
+        let key = SessionKey::new(1, "m", role(part), &request.session.to_le_bytes());
         let lease = self.table.follow(key, |_| true).or_else(|| {
-            let freest = (0..self.requests.len()).min_by_key(|engine| self.requests[*engine]);
+            let freest = engines.of(part).min_by_key(|engine| self.requests[*engine]);
             self.table.claim(key, RecordId(freest.unwrap_or(0) as u64), |_| true)
         });
-        let engine = lease.as_ref().map_or(number % self.requests.len(), |lease| lease.target().0 as usize);
+        let pool = engines.of(part);
+        let anyone = pool.start + number % pool.len();
+        let engine = lease.as_ref().map_or(anyone, |lease| lease.target().0 as usize);
         self.requests[engine] += 1;
-        self.held.insert(number, (engine, lease));
+        self.held.entry(number).or_default().push((engine, lease));
         engine
     }
 
     fn cache_changed(&mut self, _: usize, _: &[CacheEvent<u64>]) {}
-    fn first_token(&mut self, _: u64, _: usize) {}
+    fn prefilled(&mut self, _: u64, _: usize) {}
 
     fn ended(&mut self, _: u64, number: usize) {
-        if let Some((engine, lease)) = self.held.remove(&number) {
+        for (engine, lease) in self.held.remove(&number).unwrap_or_default() {
             self.requests[engine] -= 1;
             if let Some(lease) = lease {
                 lease.served();
@@ -90,19 +101,19 @@ pub struct MostCached {
 }
 
 impl Router for MostCached {
-    fn pick(&mut self, _: u64, _: usize, request: &Request, engines: &Engines) -> usize {
+    fn pick(&mut self, _: u64, _: usize, request: &Request, part: Part, engines: &Engines) -> usize {
         self.picked_at.resize(engines.count(), 0);
         let rank = |engine: &usize| {
             let missing = usize::MAX - engines.cached_blocks(*engine, &request.content);
             (missing, engines.requests(*engine), self.picked_at[*engine])
         };
-        let engine = (0..engines.count()).min_by_key(rank).expect("a fleet has engines");
+        let engine = engines.of(part).min_by_key(rank).expect("a fleet has engines");
         self.picks += 1;
         self.picked_at[engine] = self.picks;
         engine
     }
 
     fn cache_changed(&mut self, _: usize, _: &[CacheEvent<u64>]) {}
-    fn first_token(&mut self, _: u64, _: usize) {}
+    fn prefilled(&mut self, _: u64, _: usize) {}
     fn ended(&mut self, _: u64, _: usize) {}
 }

@@ -1,19 +1,25 @@
 //! `--router-policy kv-aware` as a router of the simulation: the router's own index fed by the engines' events, its bookings,
-//! its ledger and its cost. Owns the order of the calls, which is that of `src/proxy/pick.rs`; the rules are all the
-//! router's.
+//! its ledger, its cost and its decode demand. Owns the order of the calls, which is that of `src/proxy/pick.rs`; the rules are
+//! all the router's.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use infera_router::decode_demand::{self, DecodeCandidate, DecodeDemand, DemandMetrics, Input, Mode, Reservation};
 use infera_router::events::{CopyKey, EngineHash, Event, Medium, Stored};
-use infera_router::fleet::{Slot, TargetId, TargetLoad};
+use infera_router::fleet::{Slot, TargetDemand, TargetId, TargetLoad};
 use infera_router::hash::{BlockHash, prompt_blocks};
-use infera_router::index::{Hits, Mirror, Snapshot, Tree};
+use infera_router::index::{Hits, Mirror, Tree, View};
 use infera_router::load::{Booking, Ledger, LedgerMessage, LedgerSink};
 use infera_router::route::{self, Candidate, LoadTerm, LoadWeights, PickCounter, RecentLoad};
-use loadgen::engine::scheduler::CacheEvent;
-use loadgen::sim::{Engines, Named, Request, Router};
+use infera_router::worker::Role;
+use loadgen::engine::content::Content;
+use loadgen::engine::scheduler::{CacheEvent, Memory};
+use loadgen::sim::{Engines, Named, Part, Request, Router};
+use prometheus::Registry;
+
+use super::baselines::role;
 
 /// Where the hits come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +39,10 @@ pub struct Options {
     pub overlap_weight: f64,
     pub load: LoadWeights,
     pub recent_load: RecentLoad,
+    /// Of a block that only host memory holds, where one on the device counts 1 (`--kv-host-tier-weight`).
+    pub host_credit: f64,
+    /// Decode demand and its weight of a request, tokens (`--decode-input-demand on`, `--decode-request-weight`).
+    pub demand: Option<f64>,
     pub knowledge: Knowledge,
 }
 
@@ -43,6 +53,8 @@ impl Options {
             overlap_weight: term.overlap_weight(),
             load: term.weights(),
             recent_load: RecentLoad::default(),
+            host_credit: term.host_tier_weight(),
+            demand: None,
             knowledge: Knowledge::Events,
         }
     }
@@ -58,10 +70,12 @@ impl LedgerSink for Inbox {
     }
 }
 
-struct InFlight {
+/// One picked engine of a request.
+struct Held {
     booking: Booking,
     engine: usize,
     blocks: Arc<[BlockHash]>,
+    _reservation: Option<Reservation>,
 }
 
 /// Blocks of the prompts in flight on one engine, and how many prompts have them.
@@ -95,14 +109,18 @@ pub struct KvAware {
     block_size: usize,
     tree: Tree,
     mirrors: Vec<Mirror>,
-    snapshot: Snapshot,
+    /// Of a fleet without records: only the index is filled.
+    view: View,
     hits: Hits,
+    hits_anywhere: Hits,
     loads: Vec<Arc<TargetLoad>>,
+    demand: Option<DecodeDemand>,
+    demands: Vec<Arc<TargetDemand>>,
     picks: PickCounter,
     ledger: Ledger,
     inbox: Arc<Inbox>,
     sink: Arc<dyn LedgerSink>,
-    in_flight: HashMap<usize, InFlight>,
+    in_flight: HashMap<usize, Vec<Held>>,
     candidates: Vec<Candidate>,
     /// By engine; only kept where promises count.
     promised: Vec<Promised>,
@@ -111,13 +129,20 @@ pub struct KvAware {
 impl KvAware {
     pub fn new(options: Options, block_size: usize, engines: usize) -> Self {
         let inbox = Arc::new(Inbox::default());
+        let demand = options.demand.and_then(|request_weight| {
+            let metrics = DemandMetrics::new(&Registry::new()).expect("a new registry has no families");
+            DecodeDemand::new(Mode::On, request_weight, metrics)
+        });
         Self {
             options,
             block_size,
             tree: Tree::default(),
             mirrors: (0..engines).map(|slot| Mirror::new(slot as u16)).collect(),
-            snapshot: Snapshot::default(),
+            view: View::default(),
             hits: Hits::new(),
+            hits_anywhere: Hits::new(),
+            demand,
+            demands: (0..engines).map(|_| Arc::default()).collect(),
             loads: (0..engines).map(|_| Arc::default()).collect(),
             picks: PickCounter::default(),
             ledger: Ledger::default(),
@@ -133,24 +158,40 @@ impl KvAware {
         let messages = std::mem::take(&mut *self.inbox.0.lock().unwrap_or_else(PoisonError::into_inner));
         messages.into_iter().for_each(|message| self.ledger.apply(message));
         if self.tree.is_changed() {
-            self.snapshot = self.tree.publish();
+            self.view.index = self.tree.publish();
         }
     }
 
-    /// One candidate per engine. `reusable`: how many of the blocks a cache can save.
-    fn fill(&mut self, blocks: &[BlockHash], reusable: usize, request: &Request, engines: &Engines) {
-        if self.options.knowledge != Knowledge::Truth {
-            self.snapshot.query(&blocks[..reusable], &mut self.hits);
+    /// Weights of the load and of a missing block. KV comes to decode by transfer: such picks keep the plain formula.
+    fn costing(&self, role: Role) -> (LoadWeights, f64) {
+        match role {
+            Role::Decode => (LoadTerm::Active.weights(), LoadTerm::Active.overlap_weight()),
+            Role::Mixed | Role::Prefill => (self.options.load, self.options.overlap_weight),
         }
-        let is_idle = self.loads.iter().all(|load| load.requests() == 0);
-        let recent_weight = self.options.recent_load.weight(is_idle, self.options.overlap_weight);
+    }
+
+    /// One candidate per engine of the pool. `reusable`: how many of the blocks a cache can save.
+    fn fill(&mut self, blocks: &[BlockHash], reusable: usize, request: &Request, part: Part, engines: &Engines) {
+        let (weights, overlap_weight) = self.costing(role(part));
+        if self.options.knowledge != Knowledge::Truth {
+            self.view.index.query(&blocks[..reusable], &mut self.hits);
+            if self.options.host_credit > 0.0 {
+                self.view.index.query_any(&blocks[..reusable], &mut self.hits_anywhere);
+            }
+        }
+        let is_idle = self.loads[engines.of(part)].iter().all(|load| load.requests() == 0);
+        let recent_weight = self.options.recent_load.weight(is_idle, overlap_weight);
         let pick_number = self.picks.current();
         self.candidates.clear();
-        for (engine, load) in self.loads.iter().enumerate() {
-            let announced = self.hits.depth(Slot(engine as u32));
+        for engine in engines.of(part) {
+            let load = &self.loads[engine];
+            let announced = || {
+                let slot = Slot(engine as u32);
+                self.view.credit(slot, &self.hits, &self.hits_anywhere, self.options.host_credit)
+            };
             let cache_hits = match self.options.knowledge {
-                Knowledge::Events => announced,
-                Knowledge::Promised => self.promised[engine].extended(&blocks[..reusable], announced),
+                Knowledge::Events => announced(),
+                Knowledge::Promised => self.promised[engine].extended(&blocks[..reusable], announced()),
                 Knowledge::Truth => engines.cached_blocks(engine, &request.content) as u32,
             };
             self.candidates.push(Candidate {
@@ -158,12 +199,27 @@ impl KvAware {
                 request_blocks: blocks.len() as u32,
                 cache_hits,
                 active_blocks: load.active_blocks(),
-                load_blocks: self.options.load.blocks(load, self.block_size as u32)
+                load_blocks: weights.blocks(load, self.block_size as u32)
                     + recent_weight * route::recent_blocks(load, pick_number),
                 picked_at_ns: load.picked_at_ns(),
                 block_tokens: self.block_size as u32,
             });
         }
+    }
+
+    /// Decode demand's choice, where it is on: its place among the candidates, and what it has reserved there.
+    fn demanded(&self, original: u32, request: &Request) -> Option<(u32, Reservation)> {
+        let demand = self.demand.as_ref()?;
+        let tokens = decode_demand::request_tokens(request.content.prompt_tokens() as u64, 1);
+        let row = |candidate: &Candidate| DecodeCandidate {
+            demand: &self.demands[candidate.target as usize],
+            tokens,
+            load: candidate.load_blocks,
+        };
+        let rows: Vec<_> = self.candidates.iter().map(row).collect();
+        let original = self.candidates.iter().position(|candidate| candidate.target == original)?;
+        let (selection, reservation) = demand.select(&rows, original, Input::Exact, None);
+        Some((self.candidates[selection.picked].target, reservation))
     }
 
     fn blocks(&self, names: &[u64]) -> Vec<BlockHash> {
@@ -173,48 +229,58 @@ impl KvAware {
 }
 
 impl Router for KvAware {
-    fn pick(&mut self, now_ns: u64, number: usize, request: &Request, engines: &Engines) -> usize {
+    fn pick(&mut self, now_ns: u64, number: usize, request: &Request, part: Part, engines: &Engines) -> usize {
         self.settle();
         let blocks = self.blocks(request.content.prompt_names(self.block_size));
         let reusable = request.content.reusable_names(self.block_size).len();
-        self.fill(&blocks, reusable, request, engines);
-        let choice = route::pick(self.options.overlap_weight, &self.candidates).expect("a fleet has engines");
-        let engine = choice.target as usize;
+        self.fill(&blocks, reusable, request, part, engines);
+        let (_, overlap_weight) = self.costing(role(part));
+        let original = route::pick(overlap_weight, &self.candidates).expect("a fleet has engines").target;
+        let demanded = if part == Part::Decode { self.demanded(original, request) } else { None };
+        let (target, reservation) = demanded.map_or((original, None), |(target, held)| (target, Some(held)));
+        let chosen = self.candidates.iter().find(|candidate| candidate.target == target);
+        let chosen = *chosen.expect("chosen among the candidates");
+        let engine = target as usize;
         let load = &self.loads[engine];
         if self.options.recent_load != RecentLoad::Off {
-            route::charge(load, &self.picks, choice.request_blocks, choice.cache_hits);
+            route::charge(load, &self.picks, chosen.request_blocks, chosen.cache_hits);
         }
-        let queued = u64::from(choice.request_blocks - choice.cache_hits);
+        let missing = u64::from(chosen.request_blocks - chosen.cache_hits);
+        let queued = if part == Part::Decode { 0 } else { missing };
         let blocks: Arc<[BlockHash]> = blocks.into();
         if self.options.knowledge == Knowledge::Promised {
             self.promised[engine].add(&blocks);
         }
         let booking = Booking::new(TargetId(engine as u64), load, blocks.clone(), &self.sink, now_ns).queueing(queued);
-        self.in_flight.insert(number, InFlight { booking, engine, blocks });
+        let held = Held { booking, engine, blocks, _reservation: reservation };
+        self.in_flight.entry(number).or_default().push(held);
         engine
     }
 
     fn cache_changed(&mut self, engine: usize, events: &[CacheEvent<u64>]) {
-        let copy = CopyKey { medium: Medium::DEVICE, group: CopyKey::NO_GROUP };
+        let copy = |memory| CopyKey {
+            medium: if memory == Memory::Device { Medium::DEVICE } else { Medium::HOST },
+            group: CopyKey::NO_GROUP,
+        };
         let named = |names: &[u64]| -> Vec<EngineHash> { names.iter().copied().map(EngineHash).collect() };
         let mirror = &mut self.mirrors[engine];
         mirror.begin_batch();
         for event in events {
             match event {
-                CacheEvent::Stored { digests, parent, tokens, .. } => {
+                CacheEvent::Stored { memory, digests, parent, tokens, .. } => {
                     let stored = Stored {
                         hashes: &named(digests),
                         parent: parent.map(EngineHash),
                         tokens,
                         block_size: Named::SPELLED_TOKENS,
-                        copy,
+                        copy: copy(*memory),
                         identities: &[],
                         may_report_hits: false,
                     };
                     mirror.apply(&mut self.tree, &Event::Stored(stored));
                 }
-                CacheEvent::Removed(names) => {
-                    mirror.apply(&mut self.tree, &Event::Removed { hashes: &named(names), copy });
+                CacheEvent::Removed { memory, digests } => {
+                    mirror.apply(&mut self.tree, &Event::Removed { hashes: &named(digests), copy: copy(*memory) });
                 }
                 CacheEvent::Cleared => {
                     mirror.apply(&mut self.tree, &Event::Cleared);
@@ -223,16 +289,15 @@ impl Router for KvAware {
         }
     }
 
-    fn first_token(&mut self, _: u64, number: usize) {
-        if let Some(held) = self.in_flight.get(&number) {
-            drop(held.booking.take_queued());
-        }
+    fn prefilled(&mut self, _: u64, number: usize) {
+        self.in_flight.get(&number).into_iter().flatten().for_each(|held| drop(held.booking.take_queued()));
     }
 
     fn ended(&mut self, _: u64, number: usize) {
-        let Some(held) = self.in_flight.remove(&number) else { return };
-        if self.options.knowledge == Knowledge::Promised {
-            self.promised[held.engine].remove(&held.blocks);
+        for held in self.in_flight.remove(&number).unwrap_or_default() {
+            if self.options.knowledge == Knowledge::Promised {
+                self.promised[held.engine].remove(&held.blocks);
+            }
         }
     }
 }

@@ -9,12 +9,13 @@ use std::time::Duration;
 use loadgen::engine::content::Content;
 use loadgen::engine::scheduler::Speed;
 use loadgen::sim::{
-    Fleet, Outcome, Shape, Slo, Start, TraceLine, Workload, best_for_memory, generate, infinite_cache, outcome, replay,
-    run,
+    Fleet, Outcome, Pairs, Shape, Slo, Start, TraceLine, Workload, best_for_memory, generate, infinite_cache, outcome,
+    replay, run,
 };
 use serde::Serialize;
 
 use super::rule::Rule;
+use crate::machine::thread_cpu;
 
 /// Where requests come from.
 #[derive(Clone, Debug)]
@@ -47,9 +48,13 @@ impl Source {
 pub struct Plan {
     pub source: Source,
     pub engines: usize,
+    /// Prefill and decode apart, if present.
+    pub pairs: Option<Pairs>,
     pub speed: Speed,
     /// Tokens of KV per engine.
     pub pool_tokens: usize,
+    /// Tokens of KV in each engine's host memory; 0 for none.
+    pub host_tokens: usize,
     pub block_size: usize,
     pub event_lag: Duration,
     pub slo: Slo,
@@ -67,6 +72,9 @@ pub struct RunResult {
     /// Of the first rule's runs only: they take as long as the run, and hardly differ between rules.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bounds: Option<Bounds>,
+    /// CPU time of the run itself, without workload and bounds: the one figure that is not the same every time.
+    #[serde(skip)]
+    pub took: Duration,
 }
 
 /// Hit rates that nobody beats on the requests in the order in which a run sent them.
@@ -79,6 +87,12 @@ pub struct Bounds {
 }
 
 impl Plan {
+    /// Where a prefix saves computing it: on the engines that compute prompts, and on their hosts.
+    fn blocks_that_save_prefill(&self) -> usize {
+        let engines = self.pairs.as_ref().map_or(self.engines, |pairs| pairs.prefill);
+        (self.pool_tokens + self.host_tokens) / self.block_size * engines
+    }
+
     fn one(&self, rule: &Rule, seed: u64) -> anyhow::Result<RunResult> {
         let workload = self.source.workload(self.block_size, seed)?;
         let blocks = self.pool_tokens / self.block_size;
@@ -91,17 +105,22 @@ impl Plan {
         let fleet = Fleet {
             speeds: vec![self.speed.clone(); self.engines],
             blocks_per_engine: blocks,
+            host_blocks_per_engine: self.host_tokens / self.block_size,
+            pairs: self.pairs.clone(),
             event_lag: self.event_lag,
             seed,
         };
+        let started = thread_cpu();
         let served = run(&fleet, &workload, &mut *rule.router(&workload, self.engines, seed));
+        let took = thread_cpu() - started;
         Ok(RunResult {
+            took,
             rule: rule.to_string(),
             seed,
-            outcome: outcome(&workload, &served, self.engines, self.slo),
+            outcome: outcome(&workload, &served, &fleet, self.slo),
             bounds: (self.rules.first() == Some(rule)).then(|| Bounds {
                 infinite: infinite_cache(&workload, &served),
-                memory: best_for_memory(&workload, &served, blocks * self.engines),
+                memory: best_for_memory(&workload, &served, self.blocks_that_save_prefill()),
             }),
         })
     }

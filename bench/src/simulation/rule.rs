@@ -77,12 +77,18 @@ fn options(text: &str) -> anyhow::Result<Options> {
             ("recent", "off") => options.recent_load = RecentLoad::Off,
             ("recent", "idle") => options.recent_load = RecentLoad::Idle,
             ("recent", "on") => options.recent_load = RecentLoad::On,
+            ("host", _) => {
+                options.host_credit = number()?;
+                ensure!(options.host_credit <= 1.0, "`host={value}` must be at most 1");
+            }
+            ("demand", "off") => options.demand = None,
+            ("demand", _) => options.demand = Some(number()?),
             ("knowledge", "events") => options.knowledge = Knowledge::Events,
             ("knowledge", "promised") => options.knowledge = Knowledge::Promised,
             ("knowledge", "truth") => options.knowledge = Knowledge::Truth,
             _ => bail!(
-                "`{key}={value}`: known are load=queue|active, weight, queued, active, requests, recent=off|idle|on, \
-                 knowledge=events|promised|truth"
+                "`{key}={value}`: known are load=queue|active, weight, queued, active, requests, recent=off|idle|on, host, \
+                 demand=off|W, knowledge=events|promised|truth"
             ),
         }
     }
@@ -127,6 +133,12 @@ impl fmt::Display for Options {
             };
             write!(formatter, ",recent={recent}")?;
         }
+        if self.host_credit != usual.host_credit {
+            write!(formatter, ",host={}", self.host_credit)?;
+        }
+        if let Some(request_weight) = self.demand {
+            write!(formatter, ",demand={request_weight}")?;
+        }
         match self.knowledge {
             Knowledge::Events => Ok(()),
             Knowledge::Promised => formatter.write_str(",knowledge=promised"),
@@ -146,7 +158,7 @@ mod tests {
             "session-affinity",
             "most-cached",
             "kv-aware",
-            "kv-aware,weight=20,queued=0.5,active=1,requests=9,recent=on,knowledge=truth",
+            "kv-aware,weight=20,queued=0.5,active=1,requests=9,recent=on,host=0.25,demand=3000,knowledge=truth",
             "kv-aware,load=active",
             "kv-aware,load=active,weight=4,recent=off",
             "kv-aware,recent=off,knowledge=promised",
@@ -161,6 +173,8 @@ mod tests {
             "kv-aware,weight=-1",
             "kv-aware,recent=no",
             "kv-aware,load=no",
+            "kv-aware,host=1.5",
+            "kv-aware,demand=on",
         ] {
             assert!(text.parse::<Rule>().is_err(), "{text}");
         }

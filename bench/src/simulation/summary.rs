@@ -108,6 +108,8 @@ impl Summary {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::plan::Bounds;
     use super::*;
 
@@ -115,6 +117,7 @@ mod tests {
         let outcome = Outcome {
             requests: 1,
             hit_rate,
+            host_hit_rate: 0.0,
             ttft_mean_s: 1.0,
             ttft_p50_s: 1.0,
             ttft_p99_s: 1.0,
@@ -123,10 +126,11 @@ mod tests {
             goodput: 1.0,
             imbalance_requests: 1.0,
             imbalance_prefill: 1.0,
+            imbalance_decode: 1.0,
             seconds: 1.0,
         };
         let bounds = Some(Bounds { infinite: 0.9, memory: 0.8 });
-        RunResult { rule: rule.into(), seed, outcome, bounds }
+        RunResult { rule: rule.into(), seed, outcome, bounds, took: Duration::ZERO }
     }
 
     #[test]

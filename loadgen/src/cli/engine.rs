@@ -4,7 +4,6 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
@@ -12,7 +11,7 @@ use loadgen::engine::disagg::{Disagg, PdProtocol, PdRole};
 use loadgen::engine::events::EngineStyle;
 use loadgen::engine::faults::Faults;
 use loadgen::engine::register::{EtcdTarget, Registration};
-use loadgen::engine::scheduler::Speed;
+use loadgen::engine::speed::SpeedArguments;
 use loadgen::engine::{Engine, EngineConfig};
 use loadgen::prompt::TextModel;
 
@@ -67,6 +66,9 @@ pub struct EngineArguments {
     /// KV blocks per rank.
     #[arg(long, default_value_t = 8192)]
     blocks: usize,
+    /// KV blocks of host memory per rank: computed blocks are copied there, and loaded back once the device has evicted them.
+    #[arg(long, default_value_t = 0, conflicts_with = "no_prefix_cache")]
+    host_blocks: usize,
     /// Give every request KV blocks of its own.
     #[arg(long)]
     no_prefix_cache: bool,
@@ -75,22 +77,8 @@ pub struct EngineArguments {
     /// Answer length when max_tokens does not cut it.
     #[arg(long, default_value_t = 256)]
     answer_tokens: usize,
-    #[arg(long, default_value_t = 6.0)]
-    step_base_ms: f64,
-    #[arg(long, default_value_t = 100.0)]
-    prefill_us_per_token: f64,
-    #[arg(long, default_value_t = 150.0)]
-    decode_us_per_sequence: f64,
-    #[arg(long, default_value_t = 40.0)]
-    decode_us_per_kilotoken: f64,
-    /// Half width of the step time's random share, 0 to 1.
-    #[arg(long, default_value_t = 0.05)]
-    jitter: f64,
-    /// Tokens per step: the prefill chunk.
-    #[arg(long, default_value_t = 2048)]
-    max_batched_tokens: usize,
-    #[arg(long, default_value_t = 256)]
-    max_sequences: usize,
+    #[command(flatten)]
+    speed: SpeedArguments,
     /// Share of requests answered with 500, 0 to 1.
     #[arg(long, default_value_t = 0.0)]
     fail_rate: f64,
@@ -110,10 +98,9 @@ pub struct EngineArguments {
 }
 
 impl EngineArguments {
-    fn config(&self, number: u16) -> EngineConfig {
-        let micros = |value: f64| Duration::from_secs_f64(value.max(0.0) / 1e6);
+    fn config(&self, number: u16) -> Result<EngineConfig> {
         let port = |base: u16, step: u16| if base == 0 { 0 } else { base.saturating_add(number * step) };
-        EngineConfig {
+        Ok(EngineConfig {
             model: self.model.clone(),
             style: self.engine_style,
             host: self.host,
@@ -125,25 +112,18 @@ impl EngineArguments {
             dp_size: self.dp_size,
             block_size: self.block_size,
             blocks_total: self.blocks,
+            host_blocks: self.host_blocks,
             prefix_cache: !self.no_prefix_cache,
             context_length: self.context_length,
             answer_tokens: self.answer_tokens,
-            speed: Speed {
-                step_base: micros(self.step_base_ms * 1000.0),
-                prefill_per_token: micros(self.prefill_us_per_token),
-                decode_per_sequence: micros(self.decode_us_per_sequence),
-                decode_per_kilotoken: micros(self.decode_us_per_kilotoken),
-                jitter: self.jitter,
-                tokens_per_step_max: self.max_batched_tokens.max(1),
-                sequences_max: self.max_sequences.max(1),
-            },
+            speed: self.speed.speed()?,
             seed: self.seed.wrapping_add(number.into()),
             faults: Faults { fail_rate: self.fail_rate, ..Faults::default() },
             chat_template_kwargs: self.default_chat_template_kwargs.0.clone(),
             tokenizes: !self.no_tokenize,
             speaks_messages: !self.no_messages,
             disagg: self.role.zip(self.protocol).map(|(role, protocol)| Disagg::new(role, protocol)),
-        }
+        })
     }
 }
 
@@ -152,7 +132,7 @@ pub fn run(arguments: EngineArguments) -> Result<ExitCode> {
         Some(directory) => TextModel::from_directory(directory)?,
         None => TextModel::shipped()?,
     };
-    let configs = (0..arguments.engines).map(|number| arguments.config(number)).collect();
+    let configs = (0..arguments.engines).map(|number| arguments.config(number)).collect::<Result<_>>()?;
     let engines = Engine::start_group(configs, Arc::new(text))?;
     let records: Vec<_> = engines.iter().map(|engine| engine.registration()).collect();
     for (engine, record) in engines.iter().zip(&records) {

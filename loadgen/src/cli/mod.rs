@@ -7,6 +7,7 @@ mod fleet;
 mod output;
 mod report;
 mod run;
+mod simulate;
 mod workload;
 
 use std::process::ExitCode;
@@ -31,6 +32,8 @@ enum Command {
     Engine(engine::EngineArguments),
     /// Run engines of several kinds, with failures by schedule, until interrupted.
     Fleet(fleet::FleetArguments),
+    /// Run engines in virtual time before the router's decision code: hands over to `simulate` of the package `bench`.
+    Simulate(simulate::SimulateArguments),
     /// Send a workload to a router or an engine and report latencies.
     Run(run::RunArguments),
     /// Compare finished runs: a table with ratios, a page, conditions that each must keep.
@@ -45,6 +48,7 @@ pub fn main() -> ExitCode {
         Command::DecodeSpread(arguments) => decode_spread::run(arguments),
         Command::Engine(arguments) => engine::run(arguments),
         Command::Fleet(arguments) => fleet::run(arguments),
+        Command::Simulate(arguments) => simulate::run(arguments),
         Command::Run(arguments) => run::run(arguments),
         Command::Report(arguments) => report::run(arguments),
     };

@@ -8,40 +8,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::sibling;
+
 const BINARY: &str = "infera-router";
 /// From SIGTERM to SIGKILL.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 const LOG_LINES_SHOWN: usize = 15;
 
-/// The router binary beside this program. Started by cargo, it is built or brought up to date first, in the profile
-/// of this program; otherwise it must be there.
+/// The router binary beside this program; see [`sibling::find_or_build`].
 pub fn find_or_build(say: &mut dyn FnMut(&str)) -> Result<PathBuf> {
-    let own = std::env::current_exe()?;
-    let directory = own.parent().context("this program is in no directory")?;
-    let binary = directory.join(BINARY);
-    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().filter(|path| path.join("Cargo.toml").exists());
-    if let (Some(cargo), Some(workspace)) = (std::env::var_os("CARGO"), workspace) {
-        let profile = match directory.file_name().and_then(|name| name.to_str()) {
-            Some("debug") | None => "dev",
-            Some(name) => name,
-        };
-        say(&format!("building {BINARY} ({profile} profile); quick when it is up to date"));
-        let status = Command::new(cargo)
-            .args(["build", "--profile", profile, "-p", BINARY, "--bin", BINARY])
-            .current_dir(workspace)
-            .status()
-            .context("starting cargo")?;
-        if !status.success() {
-            bail!("building {BINARY} failed");
-        }
-    }
-    if !binary.exists() {
-        bail!(
-            "no {BINARY} beside this program ({}); build it with `cargo build --release` or name it with --router",
-            directory.display()
-        );
-    }
-    Ok(binary)
+    sibling::find_or_build(BINARY, BINARY, say).context("another router can be named with --router")
 }
 
 /// A running router; killed when dropped.

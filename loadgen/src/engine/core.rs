@@ -21,6 +21,7 @@ use super::disagg::DisaggState;
 use super::events::{Dialect, EngineStyle};
 use super::faults::Faults;
 use super::hash::WireHash;
+use super::host::HostPool;
 use super::pool::BlockPool;
 use super::publisher::{Feeds, Publisher, ReplayServer};
 use super::scheduler::{CacheEvent, NewSequence, Output, Scheduler};
@@ -153,9 +154,10 @@ impl Engine {
             let rank_seed = config.seed.wrapping_mul(1021).wrapping_add(number as u64);
             Rank {
                 number: number as u32,
-                scheduler: RefCell::new(match config.prefix_cache {
-                    true => scheduler(pool, rank_seed),
-                    false => scheduler(pool, rank_seed).without_prefix_cache(),
+                scheduler: RefCell::new(match (config.prefix_cache, config.host_blocks) {
+                    (true, 0) => scheduler(pool, rank_seed),
+                    (true, blocks) => scheduler(pool, rank_seed).with_host(HostPool::new(blocks)),
+                    (false, _) => scheduler(pool, rank_seed).without_prefix_cache(),
                 }),
                 publisher: RefCell::new(publisher),
                 listeners: RefCell::default(),
@@ -358,6 +360,7 @@ impl Engine {
         let scheduler = rank.scheduler.borrow();
         let state = RankState {
             blocks_resident: scheduler.pool().blocks_resident(),
+            host_blocks_resident: scheduler.host().map_or(0, HostPool::blocks_resident),
             blocks_held: scheduler.pool().blocks_held(),
             running: scheduler.sequences_running(),
             waiting: scheduler.sequences_waiting(),

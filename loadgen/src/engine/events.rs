@@ -1,13 +1,16 @@
 //! Owns the msgpack form of KV events in each engine's dialect. Never touches sockets or sequence numbers.
 //!
-//! A payload is always `[timestamp, [event...], dp_rank]`; the dialects differ in how an event is spelled.
+//! A payload is always `[timestamp, [event...], dp_rank]`; the dialects differ in how an event is spelled, and in what is
+//! told of host memory: SGLang tells as much as of the device's, vLLM's maps are those of an offloading connector with
+//! `self_describing_kv_events` (no extra keys), and vLLM's arrays name the blocks and leave their tokens and parent out, as
+//! the connector does without that option.
 
 use rmp::encode::{
     ValueWriteError, write_array_len, write_bin, write_f64, write_map_len, write_sint, write_str, write_uint,
 };
 
 use super::hash::{Digest, HashForm, WireHash};
-use super::scheduler::CacheEvent;
+use super::scheduler::{CacheEvent, Memory};
 
 /// Whose events (and whose HTTP extras) an engine imitates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -31,6 +34,15 @@ impl EngineStyle {
 
     pub fn is_vllm(self) -> bool {
         self.engine_name() == "vllm"
+    }
+
+    /// What events call a memory.
+    pub fn medium(self, memory: Memory) -> &'static str {
+        match (memory, self.is_vllm()) {
+            (Memory::Device, _) => "GPU",
+            (Memory::Host, true) => "CPU",
+            (Memory::Host, false) => "CPU_PINNED",
+        }
     }
 
     pub fn hash_form(self, bytes: bool) -> HashForm {
@@ -80,21 +92,22 @@ impl Dialect {
 
     fn write_array_event(&self, out: &mut Vec<u8>, event: &CacheEvent) -> Result<(), ValueWriteError> {
         match event {
-            CacheEvent::Stored { digests, parent, tokens, .. } => {
+            CacheEvent::Stored { memory, digests, parent, tokens, .. } => {
+                let is_described = *memory == Memory::Device;
                 write_array_len(out, 7)?;
                 write_str(out, "BlockStored")?;
                 self.write_hashes(out, digests)?;
-                self.write_parent(out, parent.as_ref())?;
-                write_tokens(out, tokens)?;
+                self.write_parent(out, parent.as_ref().filter(|_| is_described))?;
+                write_tokens(out, if is_described { tokens } else { &[] })?;
                 write_uint(out, self.block_size as u64)?;
                 write_nil(out)?;
-                write_str(out, "GPU")
+                write_str(out, self.style.medium(*memory))
             }
-            CacheEvent::Removed(digests) => {
+            CacheEvent::Removed { memory, digests } => {
                 write_array_len(out, 3)?;
                 write_str(out, "BlockRemoved")?;
                 self.write_hashes(out, digests)?;
-                write_str(out, "GPU")
+                write_str(out, self.style.medium(*memory))
             }
             CacheEvent::Cleared => {
                 write_array_len(out, 1)?;
@@ -106,8 +119,9 @@ impl Dialect {
     fn write_map_event(&self, out: &mut Vec<u8>, event: &CacheEvent) -> Result<(), ValueWriteError> {
         let vllm = self.style == EngineStyle::Vllm;
         match event {
-            CacheEvent::Stored { digests, parent, tokens, salt } => {
-                write_map_len(out, if vllm { 11 } else { 7 + u32::from(salt.is_some()) })?;
+            CacheEvent::Stored { memory, digests, parent, tokens, salt } => {
+                let has_extra_keys = vllm && *memory == Memory::Device;
+                write_map_len(out, if vllm { 10 + u32::from(has_extra_keys) } else { 7 + u32::from(salt.is_some()) })?;
                 write_tag(out, "BlockStored")?;
                 write_str(out, "block_hashes")?;
                 self.write_hashes(out, digests)?;
@@ -119,11 +133,13 @@ impl Dialect {
                 write_uint(out, self.block_size as u64)?;
                 write_str(out, "lora_id")?;
                 write_nil(out)?;
-                write_medium(out)?;
+                self.write_medium(out, *memory)?;
                 if vllm {
                     write_str(out, "lora_name")?;
                     write_nil(out)?;
-                    write_extra_keys(out, digests.len(), parent.is_none(), salt.as_deref())?;
+                    if has_extra_keys {
+                        write_extra_keys(out, digests.len(), parent.is_none(), salt.as_deref())?;
+                    }
                     write_group(out)?;
                     write_str(out, "kv_cache_spec_kind")?;
                     write_str(out, "full_attention")?;
@@ -133,12 +149,12 @@ impl Dialect {
                 }
                 Ok(())
             }
-            CacheEvent::Removed(digests) => {
+            CacheEvent::Removed { memory, digests } => {
                 write_map_len(out, if vllm { 4 } else { 3 })?;
                 write_tag(out, "BlockRemoved")?;
                 write_str(out, "block_hashes")?;
                 self.write_hashes(out, digests)?;
-                write_medium(out)?;
+                self.write_medium(out, *memory)?;
                 if vllm { write_group(out) } else { Ok(()) }
             }
             CacheEvent::Cleared => {
@@ -151,6 +167,11 @@ impl Dialect {
     fn write_hashes(&self, out: &mut Vec<u8>, digests: &[Digest]) -> Result<(), ValueWriteError> {
         write_array_len(out, digests.len() as u32)?;
         digests.iter().try_for_each(|digest| write_hash(out, &self.hash_form.spell(digest)))
+    }
+
+    fn write_medium(&self, out: &mut Vec<u8>, memory: Memory) -> Result<(), ValueWriteError> {
+        write_str(out, "medium")?;
+        write_str(out, self.style.medium(memory))
     }
 
     fn write_parent(&self, out: &mut Vec<u8>, parent: Option<&Digest>) -> Result<(), ValueWriteError> {
@@ -176,11 +197,6 @@ fn write_hash(out: &mut Vec<u8>, hash: &WireHash) -> Result<(), ValueWriteError>
 fn write_tag(out: &mut Vec<u8>, tag: &str) -> Result<(), ValueWriteError> {
     write_str(out, "type")?;
     write_str(out, tag)
-}
-
-fn write_medium(out: &mut Vec<u8>) -> Result<(), ValueWriteError> {
-    write_str(out, "medium")?;
-    write_str(out, "GPU")
 }
 
 fn write_group(out: &mut Vec<u8>) -> Result<(), ValueWriteError> {

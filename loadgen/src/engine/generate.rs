@@ -449,7 +449,7 @@ async fn stream(
                 reply.event(&mut events, job.kind, piece(job.kind, choice, text, reason), None);
             }
             generated += 1;
-            cached[choice] = output.cached_tokens;
+            cached[choice] = output.hits.cached_tokens;
             open -= usize::from(output.last);
             next = running.queue.try_next();
         }
@@ -519,7 +519,7 @@ async fn collect(connection: &mut Connection, job: &Job, running: Running<'_>) -
         };
         texts[choice].push_str(&running.answers[choice][output.position].1);
         generated += 1;
-        cached[choice] = output.cached_tokens;
+        cached[choice] = output.hits.cached_tokens;
         open -= usize::from(output.last);
     }
     Ok(Collected { texts, generated, cached, reason })

@@ -12,6 +12,7 @@ pub mod events;
 pub mod faults;
 mod generate;
 pub mod hash;
+pub mod host;
 mod messages;
 pub mod pool;
 mod pooling;
@@ -21,6 +22,7 @@ mod render;
 mod responses;
 pub mod scheduler;
 mod shapes;
+pub mod speed;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
@@ -61,6 +63,8 @@ pub struct EngineConfig {
     pub block_size: usize,
     /// Blocks per rank.
     pub blocks_total: usize,
+    /// Blocks of host memory per rank; 0 for none.
+    pub host_blocks: usize,
     /// Whether requests share the blocks of equal prefixes. Decode engines often do not: what came by transfer is theirs.
     pub prefix_cache: bool,
     /// Longest prompt plus answer; cut to the pool's size.
@@ -95,6 +99,7 @@ impl Default for EngineConfig {
             dp_size: 1,
             block_size: 16,
             blocks_total: 8192,
+            host_blocks: 0,
             prefix_cache: true,
             context_length: 131_072,
             answer_tokens: 256,
@@ -113,6 +118,7 @@ impl Default for EngineConfig {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RankState {
     pub blocks_resident: usize,
+    pub host_blocks_resident: usize,
     pub blocks_held: usize,
     pub running: usize,
     pub waiting: usize,
@@ -147,6 +153,7 @@ impl EngineState {
         self.ranks.iter().fold(Totals::default(), |sum, rank| Totals {
             prompt_tokens: sum.prompt_tokens + rank.totals.prompt_tokens,
             cached_tokens: sum.cached_tokens + rank.totals.cached_tokens,
+            loaded_tokens: sum.loaded_tokens + rank.totals.loaded_tokens,
             generated_tokens: sum.generated_tokens + rank.totals.generated_tokens,
             finished: sum.finished + rank.totals.finished,
             aborted: sum.aborted + rank.totals.aborted,

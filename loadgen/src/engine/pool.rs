@@ -3,8 +3,10 @@
 //! tail of a free list; the head of that list is evicted when a block is needed; a request's blocks are released
 //! last block first, so leaves go before their parents.
 
-use std::collections::HashMap;
 use std::hash::Hash;
+
+use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 
 use super::hash::Digest;
 
@@ -16,6 +18,8 @@ const NONE: BlockId = BlockId::MAX;
 struct Block<N> {
     holders: u32,
     digest: Option<N>,
+    /// The next copy of the same content.
+    next_copy: BlockId,
     previous: BlockId,
     next: BlockId,
 }
@@ -27,8 +31,8 @@ pub struct BlockPool<N = Digest> {
     head: BlockId,
     tail: BlockId,
     free: usize,
-    /// Physical copies per content; the first is the one that prefix hits share.
-    resident: HashMap<N, Vec<BlockId>>,
+    /// The oldest copy of each content, which is the one that prefix hits share; the others hang on it.
+    resident: HashMap<N, BlockId>,
     /// vLLM keeps two physical copies when two requests compute the same block; SGLang's tree keeps one.
     keeps_copies: bool,
 }
@@ -37,7 +41,7 @@ impl<N: Copy + Eq + Hash> BlockPool<N> {
     pub fn new(blocks_total: usize, keeps_copies: bool) -> Self {
         assert!(blocks_total > 0 && blocks_total < NONE as usize, "a pool holds between 1 and 2^32 - 2 blocks");
         let mut pool = BlockPool {
-            blocks: vec![Block { holders: 0, digest: None, previous: NONE, next: NONE }; blocks_total],
+            blocks: vec![Block { holders: 0, digest: None, next_copy: NONE, previous: NONE, next: NONE }; blocks_total],
             head: NONE,
             tail: NONE,
             free: 0,
@@ -50,6 +54,10 @@ impl<N: Copy + Eq + Hash> BlockPool<N> {
 
     pub fn blocks_total(&self) -> usize {
         self.blocks.len()
+    }
+
+    pub fn keeps_copies(&self) -> bool {
+        self.keeps_copies
     }
 
     /// Blocks that can be handed out, evicting if need be.
@@ -74,7 +82,7 @@ impl<N: Copy + Eq + Hash> BlockPool<N> {
 
     /// The longest resident prefix of `digests`, one block each.
     pub fn prefix(&self, digests: &[N]) -> Vec<BlockId> {
-        digests.iter().map_while(|digest| self.resident.get(digest).map(|copies| copies[0])).collect()
+        digests.iter().map_while(|digest| self.resident.get(digest).copied()).collect()
     }
 
     /// Length of that prefix, blocks.
@@ -121,14 +129,20 @@ impl<N: Copy + Eq + Hash> BlockPool<N> {
     /// Names the content of a held, so far nameless block. Returns whether a copy became resident: false when the
     /// content is resident already and this pool keeps one copy (the block then stays nameless).
     pub fn name(&mut self, block: BlockId, digest: N) -> bool {
-        let slot = &mut self.blocks[block as usize];
+        let slot = &self.blocks[block as usize];
         assert!(slot.holders > 0 && slot.digest.is_none(), "only a held block without content is named");
-        let copies = self.resident.entry(digest).or_default();
-        if !copies.is_empty() && !self.keeps_copies {
-            return false;
+        match self.resident.entry(digest) {
+            Entry::Vacant(entry) => _ = entry.insert(block),
+            Entry::Occupied(_) if !self.keeps_copies => return false,
+            Entry::Occupied(entry) => {
+                let mut last = *entry.get();
+                while self.blocks[last as usize].next_copy != NONE {
+                    last = self.blocks[last as usize].next_copy;
+                }
+                self.blocks[last as usize].next_copy = block;
+            }
         }
-        copies.push(block);
-        slot.digest = Some(digest);
+        self.blocks[block as usize].digest = Some(digest);
         true
     }
 
@@ -150,15 +164,25 @@ impl<N: Copy + Eq + Hash> BlockPool<N> {
             return false;
         }
         self.resident.clear();
-        self.blocks.iter_mut().for_each(|block| block.digest = None);
+        self.blocks.iter_mut().for_each(|block| (block.digest, block.next_copy) = (None, NONE));
         true
     }
 
     fn forget_copy(&mut self, digest: &N, block: BlockId) {
-        let copies = self.resident.get_mut(digest).expect("a named block is listed under its content");
-        copies.retain(|copy| *copy != block);
-        if copies.is_empty() {
-            self.resident.remove(digest);
+        let next = std::mem::replace(&mut self.blocks[block as usize].next_copy, NONE);
+        let Entry::Occupied(mut first) = self.resident.entry(*digest) else {
+            panic!("a named block is listed under its content");
+        };
+        if *first.get() != block {
+            let mut before = *first.get();
+            while self.blocks[before as usize].next_copy != block {
+                before = self.blocks[before as usize].next_copy;
+            }
+            self.blocks[before as usize].next_copy = next;
+        } else if next == NONE {
+            first.remove();
+        } else {
+            first.insert(next);
         }
     }
 

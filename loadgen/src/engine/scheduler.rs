@@ -8,14 +8,21 @@
 //! step_base + prefill_per_token * prompt tokens computed in this step
 //!           + decode_per_sequence * sequences that decode in this step
 //!           + decode_per_kilotoken * their context tokens / 1000
+//!           + load_per_token * tokens whose KV comes from host memory in this step
 //! ```
 //!
 //! Order within a step, as in vLLM's V1 scheduler: running sequences first in order of admission (one token each when
 //! decoding, the rest of the prompt when still in prefill), then waiting ones first come first served, all within
 //! `tokens_per_step_max`. A prompt's resident prefix blocks cost nothing, but its last token is always computed.
 //!
+//! When a block becomes a prefix hit differs between engines, and goes with whether their pool keeps copies: vLLM names a
+//! block when the step that fills it is scheduled, so that a later request of the same step hits it; SGLang's tree learns a
+//! prompt's blocks when their step has ended, and an answer's when the request has.
+//!
 //! What a sequence says is behind [`Content`]: an engine on the wire has token ids and SHA-256 names ([`Spelled`]), a
 //! simulation has names alone ([`crate::sim`]). The rules are the same code for both.
+
+mod caching;
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -25,49 +32,26 @@ use rand::rngs::SmallRng;
 
 use super::content::{Content, Spelled};
 use super::hash::{self, Digest};
+use super::host::HostPool;
 use super::pool::{BlockId, BlockPool};
+pub use super::speed::Speed;
 use crate::seed;
 
-/// Speeds and limits of one rank. All durations are those of the formula in the module's documentation.
-#[derive(Clone, Debug)]
-pub struct Speed {
-    pub step_base: Duration,
-    pub prefill_per_token: Duration,
-    pub decode_per_sequence: Duration,
-    pub decode_per_kilotoken: Duration,
-    /// Half width of the jitter as a share of the step, 0 to 1.
-    pub jitter: f64,
-    pub tokens_per_step_max: usize,
-    pub sequences_max: usize,
-}
-
-impl Default for Speed {
-    /// About an 8B model on one mid-range GPU: 10,000 prompt tokens a second, 8 ms per decode step.
-    fn default() -> Speed {
-        Speed {
-            step_base: Duration::from_millis(6),
-            prefill_per_token: Duration::from_micros(100),
-            decode_per_sequence: Duration::from_micros(150),
-            decode_per_kilotoken: Duration::from_micros(40),
-            jitter: 0.05,
-            tokens_per_step_max: 2048,
-            sequences_max: 256,
-        }
-    }
+/// Where a copy of a block lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    Device,
+    Host,
 }
 
 /// What happened to cached contents, in order, to be told to subscribers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CacheEvent<N = Digest> {
     /// Consecutive blocks became resident. `parent` precedes the first; `tokens` holds all blocks' tokens.
-    Stored {
-        digests: Vec<N>,
-        parent: Option<N>,
-        tokens: Vec<u32>,
-        salt: Option<String>,
-    },
+    Stored { memory: Memory, digests: Vec<N>, parent: Option<N>, tokens: Vec<u32>, salt: Option<String> },
     /// One copy of each content was dropped.
-    Removed(Vec<N>),
+    Removed { memory: Memory, digests: Vec<N> },
+    /// All memories are empty.
     Cleared,
 }
 
@@ -85,8 +69,16 @@ pub struct Output {
     /// Position in the answer, from 0.
     pub position: usize,
     pub last: bool,
-    /// Prompt tokens found resident when the sequence was first admitted.
+    pub hits: PrefixHits,
+}
+
+/// Prompt tokens that need not be computed, as found when a sequence was first admitted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefixHits {
+    /// On the device or on the host.
     pub cached_tokens: usize,
+    /// Those of them that the host alone had.
+    pub loaded_tokens: usize,
 }
 
 /// A step under way.
@@ -107,10 +99,14 @@ struct Sequence<C: Content> {
     computed: usize,
     /// Full blocks that have been named or shared.
     named: usize,
-    /// Set at the first admission; a preempted sequence keeps its first figure.
-    cached_tokens: Option<usize>,
+    /// Blocks that the host has been offered.
+    offered: usize,
+    /// Set at the first admission; a preempted sequence keeps its first figures.
+    hits: Option<PrefixHits>,
     /// Tokens computed by the step under way.
     scheduled: usize,
+    /// Tokens loaded from the host by the step under way.
+    loading: usize,
     /// The prompt's KV came by transfer: it takes blocks, but no computation.
     received: bool,
 }
@@ -120,6 +116,8 @@ struct Sequence<C: Content> {
 pub struct Totals {
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
+    /// Of the cached tokens, those that came from the host.
+    pub loaded_tokens: u64,
     pub generated_tokens: u64,
     pub finished: u64,
     pub aborted: u64,
@@ -135,6 +133,7 @@ pub struct Scheduler<C: Content = Spelled> {
     names_blocks: bool,
     root: Digest,
     pool: BlockPool<C::Name>,
+    host: Option<HostPool<C::Name>>,
     waiting: VecDeque<Sequence<C>>,
     running: Vec<Sequence<C>>,
     in_step: bool,
@@ -153,6 +152,7 @@ impl<C: Content> Scheduler<C> {
             names_blocks: true,
             root: hash::root_digest(seed),
             pool,
+            host: None,
             waiting: VecDeque::new(),
             running: Vec::new(),
             in_step: false,
@@ -169,8 +169,24 @@ impl<C: Content> Scheduler<C> {
         self
     }
 
+    /// The same with host memory behind the device's; without a prefix cache it has no use.
+    pub fn with_host(mut self, host: HostPool<C::Name>) -> Self {
+        self.host = Some(host);
+        self
+    }
+
     pub fn pool(&self) -> &BlockPool<C::Name> {
         &self.pool
+    }
+
+    pub fn host(&self) -> Option<&HostPool<C::Name>> {
+        self.host.as_ref()
+    }
+
+    /// Blocks of `digests` that need not be computed now: those on the device, and those that follow on the host.
+    pub fn prefix_length(&self, digests: &[C::Name]) -> usize {
+        let device = self.pool.prefix_length(digests);
+        device + self.host.as_ref().map_or(0, |host| host.prefix_length(&digests[device..]))
     }
 
     pub fn totals(&self) -> Totals {
@@ -221,8 +237,10 @@ impl<C: Content> Scheduler<C> {
             blocks: Vec::new(),
             computed: 0,
             named: 0,
-            cached_tokens: None,
+            offered: 0,
+            hits: None,
             scheduled: 0,
+            loading: 0,
             received,
         });
     }
@@ -240,6 +258,7 @@ impl<C: Content> Scheduler<C> {
     pub fn clear(&mut self) -> bool {
         let cleared = self.pool.clear();
         if cleared {
+            self.host.iter_mut().for_each(HostPool::clear);
             self.events.push(CacheEvent::Cleared);
         }
         cleared
@@ -269,7 +288,7 @@ impl<C: Content> Scheduler<C> {
         let mut outputs = Vec::new();
         for index in 0..self.running.len() {
             if self.running[index].scheduled > 0 {
-                self.store(index);
+                self.complete(index);
                 if !aborted.contains(&self.running[index].id) {
                     outputs.extend(self.sample(index));
                 }
@@ -281,8 +300,7 @@ impl<C: Content> Scheduler<C> {
         let ended: Vec<u64> = outputs.iter().filter(|output| output.last).map(|output| output.id).collect();
         for id in ended {
             let index = self.running.iter().position(|sequence| sequence.id == id);
-            let sequence = self.running.remove(index.expect("an output comes from a running sequence"));
-            self.pool.release(&sequence.blocks);
+            self.retire(index.expect("an output comes from a running sequence"));
             self.totals.finished += 1;
         }
         outputs
@@ -304,6 +322,7 @@ impl<C: Content> Scheduler<C> {
                     sequence.blocks.extend(blocks);
                     sequence.scheduled = count;
                     *budget -= count;
+                    self.name_ahead(index);
                     index += 1;
                 }
                 None => {
@@ -320,51 +339,61 @@ impl<C: Content> Scheduler<C> {
         self.pool.release(&sequence.blocks);
         *budget += sequence.scheduled;
         sequence.blocks.clear();
-        (sequence.computed, sequence.named, sequence.scheduled) = (0, 0, 0);
+        (sequence.computed, sequence.named, sequence.offered, sequence.scheduled) = (0, 0, 0, 0);
         // What was received is lost with the blocks.
         sequence.received = false;
         self.totals.preempted += 1;
         self.waiting.push_front(sequence);
     }
 
+    /// A sequence is admitted when all that it has to compute fits into the pool, also where the step computes a part of
+    /// it only (vLLM's reservation of the whole input, the default; SGLang reserves some of the answer too).
     fn admit_waiting(&mut self, budget: &mut usize) {
         while *budget > 0 && self.running.len() < self.speed.sequences_max {
             let Some(sequence) = self.waiting.front() else { return };
-            let reusable = (sequence.length - 1) / self.block_size;
-            let hits = self.pool.prefix(&sequence.digests[..reusable.min(sequence.digests.len())]);
-            let computed = hits.len() * self.block_size;
+            let reusable = &sequence.digests[..((sequence.length - 1) / self.block_size).min(sequence.digests.len())];
+            let hits = self.pool.prefix(reusable);
+            let loaded = self.host.as_ref().map_or(0, |host| host.prefix_length(&reusable[hits.len()..]));
+            let computed = (hits.len() + loaded) * self.block_size;
             let rest = sequence.length - computed;
             let (count, cost) = if sequence.received { (rest, 1) } else { (rest.min(*budget), rest.min(*budget)) };
-            let need = (computed + count).div_ceil(self.block_size) - hits.len();
-            if need + self.pool.unheld(&hits) > self.pool.blocks_free() {
+            let whole = sequence.length.div_ceil(self.block_size) - hits.len();
+            if whole + self.pool.unheld(&hits) > self.pool.blocks_free() {
                 return;
             }
+            self.host.iter_mut().for_each(|host| host.touch(reusable));
             self.pool.hold(&hits);
+            let need = (computed + count).div_ceil(self.block_size) - hits.len();
             let fresh = self.take(need).expect("checked against the free count just above");
             let mut sequence = self.waiting.pop_front().expect("looked at just above");
-            if sequence.cached_tokens.is_none() {
-                sequence.cached_tokens = Some(computed);
+            sequence.loading = loaded * self.block_size;
+            if sequence.hits.is_none() {
+                sequence.hits = Some(PrefixHits { cached_tokens: computed, loaded_tokens: sequence.loading });
                 self.totals.prompt_tokens += sequence.content.prompt_tokens() as u64;
                 self.totals.cached_tokens += computed as u64;
+                self.totals.loaded_tokens += sequence.loading as u64;
             }
             (sequence.computed, sequence.named, sequence.scheduled) = (computed, hits.len(), count);
             sequence.blocks = hits;
             sequence.blocks.extend(fresh);
             *budget -= cost;
             self.running.push(sequence);
+            self.name_ahead(self.running.len() - 1);
         }
     }
 
     fn take(&mut self, count: usize) -> Option<Vec<BlockId>> {
         let mut evicted = Vec::new();
         let taken = self.pool.take(count, &mut evicted);
-        self.events.extend(evicted.into_iter().map(|digest| CacheEvent::Removed(vec![digest])));
+        let removed = |digest| CacheEvent::Removed { memory: Memory::Device, digests: vec![digest] };
+        self.events.extend(evicted.into_iter().map(removed));
         taken
     }
 
     fn duration(&mut self) -> Duration {
-        let (mut prefill, mut decoding, mut context) = (0u32, 0u32, 0usize);
+        let (mut prefill, mut decoding, mut context, mut loading) = (0u32, 0u32, 0usize, 0u32);
         for sequence in self.running.iter().filter(|sequence| sequence.scheduled > 0) {
+            loading += sequence.loading as u32;
             if sequence.computed + 1 >= sequence.length && sequence.length > sequence.content.prompt_tokens() {
                 decoding += 1;
                 context += sequence.length;
@@ -376,40 +405,23 @@ impl<C: Content> Scheduler<C> {
         let plain = speed.step_base
             + speed.prefill_per_token * prefill
             + speed.decode_per_sequence * decoding
-            + speed.decode_per_kilotoken.mul_f64(context as f64 / 1000.0);
+            + speed.decode_per_kilotoken.mul_f64(context as f64 / 1000.0)
+            + speed.load_per_token * loading;
         let jitter = speed.jitter.clamp(0.0, 1.0);
         plain.mul_f64(1.0 + self.draw.random_range(-jitter..=jitter))
     }
 
-    /// Names the blocks that the step filled.
-    fn store(&mut self, index: usize) {
+    /// The sequence's part of the step is done.
+    fn complete(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         sequence.computed += sequence.scheduled;
-        sequence.scheduled = 0;
-        if !self.names_blocks {
-            return;
-        }
-        sequence.content.extend_names(&mut sequence.digests, &self.root, sequence.length, self.block_size);
-        let full = sequence.computed / self.block_size;
-        let mut run: Option<usize> = None;
-        for position in sequence.named..full {
-            if self.pool.name(sequence.blocks[position], sequence.digests[position]) {
-                run.get_or_insert(position);
-                continue;
-            }
-            // Somebody else stored it meanwhile: share that copy and give ours back, as SGLang's tree does.
-            let shared = self.pool.prefix(&sequence.digests[position..=position]);
-            self.pool.hold(&shared);
-            self.pool.release(&sequence.blocks[position..=position]);
-            sequence.blocks[position] = shared[0];
-            if let Some(start) = run.take() {
-                self.events.push(stored(sequence, start, position, self.block_size));
-            }
-        }
-        if let Some(start) = run {
-            self.events.push(stored(sequence, start, full, self.block_size));
-        }
-        sequence.named = sequence.named.max(full);
+        (sequence.scheduled, sequence.loading) = (0, 0);
+        let tokens = match self.pool.keeps_copies() {
+            true => sequence.computed,
+            false => sequence.computed.min(sequence.content.prompt_tokens()),
+        };
+        self.name_full(index, tokens);
+        self.offer_to_host(index);
     }
 
     /// The next answer token, if all tokens so far are computed.
@@ -425,7 +437,7 @@ impl<C: Content> Scheduler<C> {
             id: sequence.id,
             position,
             last: position + 1 == sequence.content.answer_tokens(),
-            cached_tokens: sequence.cached_tokens.unwrap_or(0),
+            hits: sequence.hits.unwrap_or_default(),
         })
     }
 
@@ -433,22 +445,15 @@ impl<C: Content> Scheduler<C> {
         let waiting = self.waiting.len();
         self.waiting.retain(|sequence| !ids.contains(&sequence.id));
         self.totals.aborted += (waiting - self.waiting.len()) as u64;
-        let (dropped, kept) =
-            std::mem::take(&mut self.running).into_iter().partition::<Vec<_>, _>(|it| ids.contains(&it.id));
-        self.running = kept;
-        for sequence in dropped {
-            self.pool.release(&sequence.blocks);
-            self.totals.aborted += 1;
+        let mut index = 0;
+        while index < self.running.len() {
+            if ids.contains(&self.running[index].id) {
+                self.retire(index);
+                self.totals.aborted += 1;
+            } else {
+                index += 1;
+            }
         }
-    }
-}
-
-fn stored<C: Content>(sequence: &Sequence<C>, start: usize, end: usize, block_size: usize) -> CacheEvent<C::Name> {
-    CacheEvent::Stored {
-        digests: sequence.digests[start..end].to_vec(),
-        parent: start.checked_sub(1).map(|parent| sequence.digests[parent]),
-        tokens: sequence.content.block_tokens(start..end, block_size),
-        salt: sequence.content.salt().map(str::to_owned),
     }
 }
 

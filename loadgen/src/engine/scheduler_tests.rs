@@ -132,23 +132,30 @@ fn check_pool(seed: u64, keeps_copies: bool) {
 #[derive(Default)]
 struct Mirror {
     copies: HashMap<Digest, u32>,
+    on_host: BTreeSet<Digest>,
 }
 
 impl Mirror {
     fn apply(&mut self, events: Vec<CacheEvent>, seed: u64, block_size: usize) {
         for event in events {
             match event {
-                CacheEvent::Stored { digests, parent, tokens, salt } => {
+                CacheEvent::Stored { memory, digests, parent, tokens, salt } => {
                     assert_eq!(tokens.len(), digests.len() * block_size);
                     let mut parent = parent;
                     for (digest, block) in digests.iter().zip(tokens.chunks(block_size)) {
                         let expected = block_digest(&root_digest(seed), parent.as_ref(), block, salt.as_deref());
                         assert_eq!(*digest, expected);
-                        *self.copies.entry(*digest).or_default() += 1;
+                        match memory {
+                            Memory::Device => *self.copies.entry(*digest).or_default() += 1,
+                            Memory::Host => assert!(self.on_host.insert(*digest), "the host has one copy"),
+                        }
                         parent = Some(*digest);
                     }
                 }
-                CacheEvent::Removed(digests) => {
+                CacheEvent::Removed { memory: Memory::Host, digests } => {
+                    digests.iter().for_each(|it| assert!(self.on_host.remove(it), "only what was stored is removed"));
+                }
+                CacheEvent::Removed { memory: Memory::Device, digests } => {
                     for digest in digests {
                         let copies = self.copies.get_mut(&digest).expect("only what was stored is removed");
                         *copies -= 1;
@@ -157,7 +164,7 @@ impl Mirror {
                         }
                     }
                 }
-                CacheEvent::Cleared => self.copies.clear(),
+                CacheEvent::Cleared => *self = Mirror::default(),
             }
         }
     }
@@ -169,6 +176,10 @@ impl Mirror {
 
 fn resident(scheduler: &Scheduler) -> BTreeSet<Digest> {
     scheduler.pool().resident_digests().copied().collect()
+}
+
+fn on_host(scheduler: &Scheduler) -> BTreeSet<Digest> {
+    scheduler.host().into_iter().flat_map(HostPool::resident_digests).copied().collect()
 }
 
 fn steady() -> Speed {
@@ -197,19 +208,24 @@ fn drain(scheduler: &mut Scheduler) -> (Vec<Output>, usize) {
 fn events_rebuild_the_pool_under_random_work() {
     for seed in 0..25 {
         for keeps_copies in [true, false] {
-            check_events(seed, keeps_copies);
+            for host_blocks in [0, 60] {
+                check_events(seed, keeps_copies, host_blocks);
+            }
         }
     }
 }
 
-fn check_events(seed: u64, keeps_copies: bool) {
+fn check_events(seed: u64, keeps_copies: bool, host_blocks: usize) {
     const BLOCK: usize = 4;
     let mut draw = seed::generator(seed, "scheduler test");
     let speed = Speed { tokens_per_step_max: draw.random_range(1..40), sequences_max: 6, ..steady() };
     let mut scheduler = Scheduler::new(speed, BLOCK, BlockPool::new(draw.random_range(20..40), keeps_copies), seed);
+    if host_blocks > 0 {
+        scheduler = scheduler.with_host(HostPool::new(host_blocks));
+    }
     let (mut mirror, mut submitted, mut ended, mut alive) = (Mirror::default(), 0u64, 0u64, Vec::new());
     for round in 0..600 {
-        let context = format!("seed {seed}, copies {keeps_copies}, round {round}");
+        let context = format!("seed {seed}, copies {keeps_copies}, host {host_blocks}, round {round}");
         if draw.random_bool(0.25) {
             let group = draw.random_range(0..3u32);
             let shared = draw.random_range(0..30);
@@ -243,6 +259,7 @@ fn check_events(seed: u64, keeps_copies: bool) {
         }
         mirror.apply(scheduler.drain_events(), seed, BLOCK);
         assert_eq!(mirror.contents(), resident(&scheduler), "{context}");
+        assert_eq!(mirror.on_host, on_host(&scheduler), "{context}");
     }
     ended += drain(&mut scheduler).0.iter().filter(|output| output.last).count() as u64;
     mirror.apply(scheduler.drain_events(), seed, BLOCK);
@@ -250,6 +267,7 @@ fn check_events(seed: u64, keeps_copies: bool) {
     assert_eq!(ended, submitted, "seed {seed}: every sequence ends once");
     assert_eq!(scheduler.pool().blocks_held(), 0, "seed {seed}");
     assert_eq!(scheduler.sequences_running() + scheduler.sequences_waiting(), 0, "seed {seed}");
+    assert_eq!(scheduler.totals().loaded_tokens > 0, host_blocks > 0, "seed {seed}: {:?}", scheduler.totals());
 }
 
 #[test]
@@ -258,13 +276,13 @@ fn a_repeated_prefix_is_not_computed_again() {
     let prompt: Vec<u32> = (0..8000).collect();
     scheduler.submit(sequence(1, prompt.clone(), 2));
     let (outputs, steps) = drain(&mut scheduler);
-    assert_eq!(outputs[0].cached_tokens, 0);
+    assert_eq!(outputs[0].hits.cached_tokens, 0);
     assert_eq!(steps, 5, "8,000 tokens take four chunks of 2,048, then one decode step");
     let resident_before = scheduler.pool().blocks_resident();
     scheduler.submit(sequence(2, prompt, 2));
     let (outputs, steps) = drain(&mut scheduler);
     // 8,000 = 500 full blocks, but the last token is always computed, so the last block is not reused.
-    assert_eq!(outputs[0].cached_tokens, 499 * 16);
+    assert_eq!(outputs[0].hits.cached_tokens, 499 * 16);
     assert_eq!(steps, 2);
     assert_eq!(scheduler.pool().blocks_resident(), resident_before, "the second request adds no content");
 }
@@ -351,7 +369,82 @@ fn leaves_are_evicted_before_their_parents() {
     let removed: Vec<Digest> = scheduler
         .drain_events()
         .into_iter()
-        .filter_map(|event| if let CacheEvent::Removed(digests) = event { Some(digests[0]) } else { None })
+        .filter_map(|event| if let CacheEvent::Removed { digests, .. } = event { Some(digests[0]) } else { None })
         .collect();
     assert_eq!(removed, [digests[7], digests[6]]);
+}
+
+fn hits(outputs: &[Output], id: u64) -> PrefixHits {
+    outputs.iter().find(|output| output.id == id).expect("each sequence has a first token").hits
+}
+
+/// Two equal prompts that wait for one step: vLLM has named the first one's blocks when it comes to the second.
+#[test]
+fn a_step_shares_its_own_blocks_as_vllm_does_and_not_as_sglang_does() {
+    for (keeps_copies, cached_tokens) in [(true, 48), (false, 0)] {
+        let mut scheduler = Scheduler::new(steady(), 16, BlockPool::new(100, keeps_copies), 7);
+        (1..=2).for_each(|id| scheduler.submit(sequence(id, (0..50).collect(), 1)));
+        let (outputs, steps) = drain(&mut scheduler);
+        assert_eq!((hits(&outputs, 2).cached_tokens, steps), (cached_tokens, 1), "copies {keeps_copies}");
+        assert_eq!(scheduler.pool().blocks_resident(), 3);
+    }
+}
+
+/// 16 tokens of prompt and 33 of answer, of which the last is never computed.
+#[test]
+fn an_answer_is_cached_as_it_grows_in_vllm_and_at_its_end_in_sglang() {
+    for (keeps_copies, before, after) in [(true, 3, 3), (false, 1, 3)] {
+        let mut scheduler = Scheduler::new(steady(), 16, BlockPool::new(100, keeps_copies), 7);
+        scheduler.submit(sequence(1, (0..16).collect(), 33));
+        for _ in 0..32 {
+            scheduler.begin_step().unwrap();
+            scheduler.finish_step();
+        }
+        scheduler.begin_step().unwrap();
+        assert_eq!(scheduler.pool().blocks_resident(), before, "copies {keeps_copies}");
+        scheduler.finish_step();
+        assert_eq!((scheduler.pool().blocks_resident(), scheduler.sequences_running()), (after, 0));
+    }
+}
+
+#[test]
+fn nobody_is_admitted_before_the_whole_prompt_fits() {
+    let speed = Speed { tokens_per_step_max: 16, ..steady() };
+    let mut scheduler = Scheduler::new(speed, 4, BlockPool::new(12, true), 7);
+    scheduler.submit(sequence(1, (0..20).collect(), 4));
+    scheduler.submit(sequence(2, (100..132).collect(), 1));
+    let (mut outputs, mut together) = (Vec::new(), 0);
+    while scheduler.begin_step().is_some() {
+        together = together.max(scheduler.sequences_running());
+        outputs.extend(scheduler.finish_step());
+    }
+    // A chunk of four blocks would fit beside the first one's six; all eight do not.
+    assert_eq!((together, scheduler.totals().finished, scheduler.totals().preempted), (1, 2, 0));
+}
+
+#[test]
+fn what_only_the_host_has_is_loaded_in_the_time_that_loading_takes() {
+    let speed = steady();
+    let mut scheduler = Scheduler::new(speed.clone(), 16, BlockPool::new(20, true), 7).with_host(HostPool::new(100));
+    scheduler.submit(sequence(1, (0..160).collect(), 1));
+    drain(&mut scheduler);
+    scheduler.submit(sequence(2, (1000..1240).collect(), 1));
+    drain(&mut scheduler);
+    assert_eq!((scheduler.pool().blocks_resident(), scheduler.host().unwrap().blocks_resident()), (20, 25));
+    scheduler.drain_events();
+    // Five of the ten blocks are left on the device, the host has all.
+    scheduler.submit(sequence(3, (0..170).collect(), 1));
+    let step = scheduler.begin_step().unwrap();
+    assert_eq!(step.duration, speed.step_base + speed.prefill_per_token * 10 + speed.load_per_token * 80);
+    let outputs = scheduler.finish_step();
+    assert_eq!(hits(&outputs, 3), PrefixHits { cached_tokens: 160, loaded_tokens: 80 });
+    let stored: Vec<(Memory, usize)> = scheduler
+        .drain_events()
+        .iter()
+        .filter_map(|event| match event {
+            CacheEvent::Stored { memory, digests, .. } => Some((*memory, digests.len())),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(stored, [(Memory::Device, 5)], "loaded blocks are on the device again, and the host has them still");
 }

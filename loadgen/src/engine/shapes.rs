@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::core::Engine;
 use super::events::EngineStyle;
+use super::host::HostPool;
 
 /// An error as OpenAI clients expect it, with vLLM's `type` names and the status as `code`.
 #[derive(Debug)]
@@ -73,9 +74,11 @@ pub(super) fn state(engine: &Engine) -> Value {
         let scheduler = rank.scheduler.borrow();
         let totals = scheduler.totals();
         json!({"dp_rank": rank.number, "blocks_resident": scheduler.pool().blocks_resident(),
+            "host_blocks_resident": scheduler.host().map_or(0, HostPool::blocks_resident),
             "blocks_held": scheduler.pool().blocks_held(), "blocks_total": scheduler.pool().blocks_total(),
             "running": scheduler.sequences_running(), "waiting": scheduler.sequences_waiting(),
             "prompt_tokens": totals.prompt_tokens, "cached_tokens": totals.cached_tokens,
+            "loaded_tokens": totals.loaded_tokens,
             "generated_tokens": totals.generated_tokens, "finished": totals.finished, "aborted": totals.aborted,
             "preempted": totals.preempted})
     };

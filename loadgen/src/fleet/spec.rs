@@ -1,7 +1,5 @@
 //! Owns the description of a fleet: a TOML file, or the same in one line. Never starts anything.
 
-use std::time::Duration;
-
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use serde::Deserialize;
@@ -10,7 +8,7 @@ use super::schedule::{Action, actions};
 use crate::engine::EngineConfig;
 use crate::engine::disagg::{Disagg, PdProtocol, PdRole};
 use crate::engine::faults::Faults;
-use crate::engine::scheduler::Speed;
+use crate::engine::speed::{Speed, SpeedArguments};
 
 /// Most engines of one fleet.
 const ENGINES_MAX: usize = 4096;
@@ -51,6 +49,8 @@ pub struct Group {
     pub dp_size: Option<u32>,
     pub block_size: Option<usize>,
     pub blocks: Option<usize>,
+    /// Blocks of host memory; none if absent.
+    pub host_blocks: Option<usize>,
     pub prefix_cache: Option<bool>,
     pub context_length: Option<usize>,
     pub answer_tokens: Option<usize>,
@@ -61,6 +61,7 @@ pub struct Group {
     pub prefill_us_per_token: Option<f64>,
     pub decode_us_per_sequence: Option<f64>,
     pub decode_us_per_kilotoken: Option<f64>,
+    pub load_us_per_token: Option<f64>,
     pub jitter: Option<f64>,
     pub max_batched_tokens: Option<usize>,
     pub max_sequences: Option<usize>,
@@ -148,6 +149,10 @@ impl Group {
             Some(first) => u16::try_from(usize::from(first) + number).context("a port is at most 65535")?,
             None => 0,
         };
+        ensure!(
+            self.host_blocks.is_none() || self.prefix_cache != Some(false),
+            "host_blocks are of no use without prefix_cache"
+        );
         let dp_size = self.dp_size.unwrap_or(usual.dp_size);
         ensure!((1..=256).contains(&dp_size), "dp_size is from 1 to 256");
         ensure!(self.block_size != Some(0) && self.blocks != Some(0), "block_size and blocks are at least 1");
@@ -159,6 +164,7 @@ impl Group {
             dp_size,
             block_size: self.block_size.unwrap_or(usual.block_size),
             blocks_total: self.blocks.unwrap_or(usual.blocks_total),
+            host_blocks: self.host_blocks.unwrap_or(usual.host_blocks),
             prefix_cache: self.prefix_cache.unwrap_or(usual.prefix_cache),
             context_length: self.context_length.unwrap_or(usual.context_length),
             answer_tokens: self.answer_tokens.unwrap_or(usual.answer_tokens),
@@ -171,20 +177,18 @@ impl Group {
     }
 
     fn speed(&self) -> Result<Speed> {
-        let usual = Speed::default();
-        let duration = |given: Option<f64>, unit_seconds: f64, usual| match given {
-            Some(value) => Duration::try_from_secs_f64(value * unit_seconds).context("a duration"),
-            None => Ok(usual),
-        };
-        Ok(Speed {
-            step_base: duration(self.step_base_ms, 1e-3, usual.step_base)?,
-            prefill_per_token: duration(self.prefill_us_per_token, 1e-6, usual.prefill_per_token)?,
-            decode_per_sequence: duration(self.decode_us_per_sequence, 1e-6, usual.decode_per_sequence)?,
-            decode_per_kilotoken: duration(self.decode_us_per_kilotoken, 1e-6, usual.decode_per_kilotoken)?,
+        let usual = SpeedArguments::default();
+        SpeedArguments {
+            step_base_ms: self.step_base_ms.unwrap_or(usual.step_base_ms),
+            prefill_us_per_token: self.prefill_us_per_token.unwrap_or(usual.prefill_us_per_token),
+            decode_us_per_sequence: self.decode_us_per_sequence.unwrap_or(usual.decode_us_per_sequence),
+            decode_us_per_kilotoken: self.decode_us_per_kilotoken.unwrap_or(usual.decode_us_per_kilotoken),
+            load_us_per_token: self.load_us_per_token.unwrap_or(usual.load_us_per_token),
             jitter: self.jitter.unwrap_or(usual.jitter),
-            tokens_per_step_max: self.max_batched_tokens.unwrap_or(usual.tokens_per_step_max).max(1),
-            sequences_max: self.max_sequences.unwrap_or(usual.sequences_max).max(1),
-        })
+            max_batched_tokens: self.max_batched_tokens.unwrap_or(usual.max_batched_tokens),
+            max_sequences: self.max_sequences.unwrap_or(usual.max_sequences),
+        }
+        .speed()
     }
 
     fn disagg(&self) -> Result<Option<Disagg>> {
@@ -212,6 +216,8 @@ fn parse<T: ValueEnum>(name: &str) -> Result<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::engine::events::EngineStyle;
 
@@ -223,6 +229,7 @@ mod tests {
             count = 2
             style = "sglang"
             blocks = 512
+            host_blocks = 1024
             prefill_us_per_token = 50.5
             failures = ["kill@30+10:1", "freeze@5+1"]
 
@@ -235,7 +242,7 @@ mod tests {
         )
         .unwrap();
         let line = FleetSpec::from_line(
-            "2 mixed style=sglang blocks=512 prefill_us_per_token=50.5 failures=kill@30+10:1,freeze@5+1; \
+            "2 mixed style=sglang blocks=512 host_blocks=1024 prefill_us_per_token=50.5 failures=kill@30+10:1,freeze@5+1; \
              decode protocol=vllm-nixl prefix_cache=false events=none",
         )
         .unwrap();
@@ -243,6 +250,7 @@ mod tests {
             let (configs, announcing) = spec.configs().unwrap();
             assert_eq!((configs.len(), announcing.as_slice()), (3, &[true, true, false][..]));
             assert_eq!((configs[1].style, configs[1].blocks_total), (EngineStyle::Sglang, 512));
+            assert_eq!((configs[1].host_blocks, configs[2].host_blocks), (1024, 0));
             assert_eq!(configs[0].speed.prefill_per_token, Duration::from_nanos(50_500));
             let decode = configs[2].disagg.as_ref().unwrap();
             assert_eq!((decode.role, decode.protocol), (PdRole::Decode, PdProtocol::VllmNixl));
@@ -265,5 +273,8 @@ mod tests {
         refused("blokcs=9", "blokcs");
         refused("events=nats", "neither");
         refused("dp_size=0", "dp_size");
+        refused("jitter=2", "jitter");
+        refused("step_base_ms=-1", "step-base-ms");
+        refused("host_blocks=9 prefix_cache=false", "prefix_cache");
     }
 }

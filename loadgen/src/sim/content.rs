@@ -31,6 +31,11 @@ impl Named {
         &self.names[..(self.prompt_tokens - 1) / block_size]
     }
 
+    /// The same prompt answered by one token, as prefill engines do.
+    pub fn for_prefill(self) -> Named {
+        Named { answer_tokens: 1, ..self }
+    }
+
     /// Names of all blocks, the answer's included.
     pub fn names(&self) -> &[u64] {
         &self.names

@@ -4,8 +4,10 @@
 //!
 //! One thread, one heap of dated events, ties broken by the order in which they were made: equal inputs give equal runs.
 
+mod agenda;
 mod bounds;
 mod content;
+mod engines;
 mod fleet;
 mod generate;
 mod outcome;
@@ -14,7 +16,8 @@ mod workload;
 
 pub use bounds::{best_for_memory, infinite_cache};
 pub use content::{Named, Path};
-pub use fleet::{Engines, Fleet, Router, Served, run};
+pub use engines::{Engines, Fleet, Pairs, Part};
+pub use fleet::{Router, Served, run};
 pub use generate::generate;
 pub use outcome::{Outcome, Slo, outcome};
 pub use trace::replay;
