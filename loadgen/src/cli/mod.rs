@@ -35,7 +35,7 @@ enum Command {
     /// Run engines in virtual time before the router's decision code: hands over to `simulate` of the package `bench`.
     Simulate(simulate::SimulateArguments),
     /// Send a workload to a router or an engine and report latencies.
-    Run(run::RunArguments),
+    Run(Box<run::RunArguments>),
     /// Compare finished runs: a table with ratios, a page, conditions that each must keep.
     Report(report::ReportArguments),
 }
@@ -49,7 +49,7 @@ pub fn main() -> ExitCode {
         Command::Engine(arguments) => engine::run(arguments),
         Command::Fleet(arguments) => fleet::run(arguments),
         Command::Simulate(arguments) => simulate::run(arguments),
-        Command::Run(arguments) => run::run(arguments),
+        Command::Run(arguments) => run::run(*arguments),
         Command::Report(arguments) => report::run(arguments),
     };
     match outcome {
