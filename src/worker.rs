@@ -25,8 +25,6 @@ pub enum Role {
 }
 
 impl Role {
-    pub const ALL: [Role; 3] = [Role::Mixed, Role::Prefill, Role::Decode];
-
     pub const fn as_str(self) -> &'static str {
         match self {
             Role::Mixed => "mixed",

@@ -94,19 +94,25 @@ pub fn kv_aware_router(program: &Path, tokenizer: &Path, further: &str) -> Strin
     )
 }
 
-/// The release binary of this source tree, built by the same cargo, so that an old one is never measured.
+/// The router's release binary of this source tree.
 pub fn build_router() -> Result<PathBuf> {
+    build("infera-router")
+}
+
+/// The release binary that a package of this source tree is named after, built by the same cargo, so that an old one is
+/// never measured.
+pub fn build(package: &str) -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace root")?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)
-        .args(["build", "--release", "--package", "infera-router", "--bin", "infera-router"])
+        .args(["build", "--release", "--package", package, "--bin", package])
         .current_dir(root)
         .status()
-        .context("cannot run cargo; name the router's binary with --router")?;
-    ensure!(status.success(), "the router does not build");
+        .with_context(|| format!("cannot run cargo to build {package}"))?;
+    ensure!(status.success(), "{package} does not build");
     // This program lies in the same directory, whatever CARGO_TARGET_DIR says, unless it was copied elsewhere.
-    let beside = std::env::current_exe()?.with_file_name("infera-router");
-    let usual = root.join("target/release/infera-router");
+    let beside = std::env::current_exe()?.with_file_name(package);
+    let usual = root.join("target/release").join(package);
     let release = beside.parent().is_some_and(|directory| directory.ends_with("release"));
     Ok(if release && beside.is_file() { beside } else { usual })
 }

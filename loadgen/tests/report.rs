@@ -19,7 +19,7 @@ fn loadgen(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_loadgen")).args(arguments).output().unwrap()
 }
 
-/// A small run; further arguments behind it.
+/// A small run; further arguments behind it. In a closed loop: a busy machine may not keep a schedule.
 fn run(engine: &EngineHandle, further: &[&str]) -> Output {
     let url = engine.url();
     let fixed =

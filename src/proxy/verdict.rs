@@ -87,10 +87,7 @@ impl Picked {
 
     /// The worker has answered to the end, and well.
     pub fn succeeded(&self) {
-        let mut change = self.breaker.succeeded(&self.worker.health, self.probe.take());
-        if self.is_in_need {
-            change = change.or(self.breaker.succeeded_in_need(&self.worker.health));
-        }
+        let change = self.breaker.succeeded(&self.worker.health, self.probe.take());
         tell(&self.worker, change);
     }
 

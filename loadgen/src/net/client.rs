@@ -92,7 +92,8 @@ struct Connection {
 #[derive(Clone)]
 pub struct Client {
     target: Rc<Target>,
-    idle: Rc<RefCell<Vec<Connection>>>,
+    #[expect(clippy::vec_box, reason = "a connection goes through many hands with every request")]
+    idle: Rc<RefCell<Vec<Box<Connection>>>>,
 }
 
 /// The head of an answer.
@@ -153,7 +154,7 @@ impl Client {
 
     async fn exchange(
         &self,
-        mut connection: Connection,
+        mut connection: Box<Connection>,
         outgoing: Outgoing<'_>,
         mut body: impl FnMut(&AnswerHead, &[u8]) -> ControlFlow<()>,
     ) -> Result<AnswerHead, ClientError> {
@@ -184,7 +185,7 @@ impl Client {
         }
     }
 
-    async fn connection(&self, may_reuse: bool) -> Result<Connection, ClientError> {
+    async fn connection(&self, may_reuse: bool) -> Result<Box<Connection>, ClientError> {
         if may_reuse && let Some(connection) = self.idle.borrow_mut().pop() {
             return Ok(connection);
         }
@@ -240,13 +241,14 @@ impl Outgoing<'_> {
 }
 
 impl Connection {
-    fn new(stream: TcpStream, trickle: Option<Trickle>) -> Result<Connection, ClientError> {
+    fn new(stream: TcpStream, trickle: Option<Trickle>) -> Result<Box<Connection>, ClientError> {
         let halves = match trickle {
             Some(trickle) => split_reading(stream, trickle.bytes),
             None => split(stream),
         };
         let (reader, writer) = halves.map_err(|error| ClientError::Connect(error.kind()))?;
-        Ok(Connection { reader, writer, input: Input::default(), output: Vec::new(), used: false, trickle })
+        let (input, output) = (Input::default(), Vec::new());
+        Ok(Box::new(Connection { reader, writer, input, output, used: false, trickle }))
     }
 
     /// Reads what there is; 0 = the peer closed its side.

@@ -3,7 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 use std::time::Instant;
@@ -35,12 +35,12 @@ struct Entry {
 
 impl Watch {
     /// Runs a future to its end, or until [`Watch::look`] finds its deadline passed, or until [`Watch::stop`].
-    pub async fn run<F: Future>(&self, deadline: Instant, future: F) -> Result<F::Output, End> {
+    /// The future stays where it is: those of whole requests are too large to be moved.
+    pub async fn run<F: Future>(&self, deadline: Instant, mut future: Pin<&mut F>) -> Result<F::Output, End> {
         if self.0.is_stopped.get() {
             return Err(End::Stop);
         }
         let place = Place::take(self.clone(), deadline);
-        let mut future = pin!(future);
         poll_fn(|context| {
             let mut entries = self.0.entries.borrow_mut();
             let entry = entries[place.index].as_mut().expect("a place is taken until it is dropped");
@@ -109,6 +109,7 @@ impl Drop for Place {
 #[cfg(test)]
 mod tests {
     use std::future::pending;
+    use std::pin::pin;
     use std::time::Duration;
 
     use super::*;
@@ -120,10 +121,10 @@ mod tests {
         let (soon, late) = (now + Duration::from_secs(1), now + Duration::from_secs(9));
         block_on(async move {
             let watch = Watch::default();
-            assert_eq!(watch.run(soon, async { 7 }).await, Ok(7));
+            assert_eq!(watch.run(soon, pin!(async { 7 })).await, Ok(7));
             let spawn = |deadline| {
                 let watch = watch.clone();
-                monoio::spawn(async move { watch.run(deadline, pending::<()>()).await })
+                monoio::spawn(async move { watch.run(deadline, pin!(pending::<()>())).await })
             };
             let (first, second) = (spawn(soon), spawn(late));
             monoio::time::sleep(Duration::from_millis(1)).await;
@@ -131,7 +132,7 @@ mod tests {
             assert_eq!(first.await, Err(End::Deadline));
             watch.stop();
             assert_eq!(second.await, Err(End::Stop));
-            assert_eq!(watch.run(late, async { 7 }).await, Err(End::Stop));
+            assert_eq!(watch.run(late, pin!(async { 7 })).await, Err(End::Stop));
             assert!(watch.0.entries.borrow().iter().all(Option::is_none), "places are given back");
         })
         .unwrap();

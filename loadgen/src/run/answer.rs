@@ -25,18 +25,22 @@ struct Choice<'a> {
     #[serde(borrow, default)]
     message: Option<Text<'a>>,
     #[serde(borrow, default)]
-    text: Option<Cow<'a, str>>,
+    text: Option<Words<'a>>,
 }
 
 #[derive(Deserialize)]
 struct Text<'a> {
     #[serde(borrow, default)]
-    content: Option<Cow<'a, str>>,
+    content: Option<Words<'a>>,
     #[serde(borrow, default)]
-    reasoning_content: Option<Cow<'a, str>>,
+    reasoning_content: Option<Words<'a>>,
     #[serde(default)]
     tool_calls: Option<Vec<serde::de::IgnoredAny>>,
 }
+
+/// A part of the event as it stands, unless it has escapes. (Within an `Option` a bare `Cow` would always be copied.)
+#[derive(Deserialize)]
+struct Words<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Token counts as the server reports them.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
@@ -172,9 +176,9 @@ impl Answer {
         for choice in &chunk.choices {
             let parts = [&choice.delta, &choice.message].into_iter().flatten();
             let strings = parts.clone().flat_map(|part| [&part.reasoning_content, &part.content]);
-            for text in strings.chain([&choice.text]).flatten().filter(|text| !text.is_empty()) {
+            for text in strings.chain([&choice.text]).flatten().filter(|text| !text.0.is_empty()) {
                 if !self.is_counting {
-                    self.text.push_str(text);
+                    self.text.push_str(&text.0);
                 }
                 texts += 1;
                 only = Some(text);
@@ -182,7 +186,7 @@ impl Answer {
             texts += parts.filter(|part| part.tool_calls.as_ref().is_some_and(|calls| !calls.is_empty())).count();
         }
         self.content_events += u64::from(texts > 0);
-        if let (1, Some(Cow::Borrowed(text)), None, false) = (texts, only, chunk.usage, self.failed) {
+        if let (1, Some(Words(Cow::Borrowed(text))), None, false) = (texts, only, chunk.usage, self.failed) {
             self.usual.learn(data, text);
         }
     }
@@ -240,6 +244,9 @@ mod tests {
         }
         assert_eq!((answer.text.as_str(), answer.content_events), ("ab\nc\"\u{e9}de", 7));
         assert!(!answer.malformed && !answer.failed && answer.usual.text(b"").is_none());
+        let like = event("f", "");
+        let data = like.trim_end().strip_prefix("data: ").unwrap().as_bytes();
+        assert_eq!(answer.usual.text(data), Some(&b"f"[..]), "the latest event was learnt");
         // What only looks alike: another member follows the text, an error, a usage, a cut string.
         answer
             .push_events(b"data: {\"choices\":[{\"delta\":{\"content\":\"f\",\"content\":\"g\"}}],\"usage\":null}\n\n");

@@ -21,7 +21,12 @@ pub enum Warmup {
     /// The first so many requests.
     Requests(usize),
     /// Requests due within the first seconds.
+    #[serde(rename = "seconds", serialize_with = "as_seconds")]
     Time(Duration),
+}
+
+fn as_seconds<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(time.as_secs_f64())
 }
 
 impl Default for Warmup {
@@ -96,9 +101,9 @@ pub struct RunResult {
     pub record: Record,
     /// From the first measured request's intended send to the last end of one.
     pub duration: Duration,
-    /// Share of one core that the generator's thread used, warm-up included.
+    /// Share of one core that the generator's thread used since the first measured request.
     pub cpu_share: f64,
-    /// CPU time of the generator's thread, warm-up included.
+    /// CPU time of the generator's thread since then.
     pub cpu: Duration,
     /// Requests that met the limits, per second; absent without limits.
     pub goodput_rps: Option<f64>,
@@ -116,6 +121,9 @@ mod tests {
         let read = |text: &str| text.parse::<Warmup>();
         assert_eq!(read("100").unwrap(), Warmup::Requests(100));
         assert_eq!(read("2.5s").unwrap(), Warmup::Time(Duration::from_millis(2500)));
+        let shown = |warmup: Warmup| serde_json::to_value(warmup).unwrap();
+        assert_eq!(shown(read("7").unwrap()), serde_json::json!({"requests": 7}));
+        assert_eq!(shown(read("2.5s").unwrap()), serde_json::json!({"seconds": 2.5}));
         assert!(read("soon").is_err() && read("-3").is_err() && read("").is_err());
     }
 }

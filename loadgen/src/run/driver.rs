@@ -3,6 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::ops::ControlFlow;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -36,6 +37,8 @@ struct Run {
     first_error: RefCell<Option<String>>,
     /// First intended send and last end of what is measured.
     measured: Cell<Option<(Instant, Instant)>>,
+    /// When the first measured request was sent, and this thread's CPU time by then.
+    began: Cell<Option<(Instant, Duration)>>,
     permits: Permits,
     watch: Watch,
     stop: Latch,
@@ -46,9 +49,9 @@ struct Run {
 
 /// Sends the whole workload and waits for every answer.
 pub fn execute(config: RunConfig) -> Result<RunResult> {
-    let (cpu_before, start) = (thread_cpu(), Instant::now());
     let run = block_on(drive(config))??;
-    let cpu = thread_cpu().saturating_sub(cpu_before);
+    let (began, cpu_before) = run.began.get().unwrap_or_else(|| (Instant::now(), thread_cpu()));
+    let (wall, cpu) = (began.elapsed(), thread_cpu().saturating_sub(cpu_before));
     let duration = run.measured.get().map_or(Duration::ZERO, |(first, last)| last.saturating_duration_since(first));
     let record = run.record.take();
     let per_second = |count: u64| count as f64 / duration.as_secs_f64().max(1e-9);
@@ -56,7 +59,7 @@ pub fn execute(config: RunConfig) -> Result<RunResult> {
         goodput_rps: run.config.slo.map(|_| per_second(record.slo_met)),
         record,
         duration,
-        cpu_share: cpu.as_secs_f64() / start.elapsed().as_secs_f64().max(1e-9),
+        cpu_share: cpu.as_secs_f64() / wall.as_secs_f64().max(1e-9),
         cpu,
         interrupted: run.stop.is_open(),
         first_error: run.first_error.take(),
@@ -140,6 +143,7 @@ async fn drive(config: RunConfig) -> Result<Rc<Run>> {
         record: RefCell::default(),
         first_error: RefCell::default(),
         measured: Cell::new(None),
+        began: Cell::new(None),
         permits: Permits::new(in_flight_max.max(1)),
         watch: Watch::default(),
         stop: Latch::default(),
@@ -313,6 +317,10 @@ impl Run {
         let expected = config.expected.as_ref().and_then(|texts| texts.get(index));
         let sent = Instant::now();
         let intended = intended.unwrap_or(sent);
+        let phase = self.phase(index, intended);
+        if phase == Phase::Measured && self.began.get().is_none() {
+            self.began.set(Some((sent, thread_cpu())));
+        }
         let (mut reading, outcome) = self.send(request, conduct, expected.is_some(), sent).await;
         let ended = Instant::now();
         let worker = outcome.as_ref().ok().and_then(|head| head.worker.clone());
@@ -330,7 +338,7 @@ impl Run {
             replay_index: self.plan.is_replay().then_some(index),
             session,
             prefix_group,
-            phase: self.phase(index, intended),
+            phase,
             sent,
             first_content: reading.first,
             ended,
@@ -365,13 +373,14 @@ impl Run {
         let headers = format!("{}{}\r\n", self.headers, request.index);
         let take = |head: &_, bytes: &[u8]| reading.take(head, bytes);
         let (path, payload) = (&*request.path, request.body.as_bytes());
-        let outcome = match conduct.is_slow {
-            false => self.watch.run(deadline, self.client.request("POST", path, &headers, payload, take)).await,
-            true => {
-                let trickle = self.config.manners.trickle;
-                let slow = self.client.request_slowly(path, &headers, payload, trickle, take);
-                self.watch.run(deadline, slow).await
-            }
+        let outcome = if conduct.is_slow {
+            // Few are: their future is not to make everybody's larger.
+            let trickle = self.config.manners.trickle;
+            let mut slow = Box::pin(self.client.request_slowly(path, &headers, payload, trickle, take));
+            self.watch.run(deadline, slow.as_mut()).await
+        } else {
+            let request = pin!(self.client.request("POST", path, &headers, payload, take));
+            self.watch.run(deadline, request).await
         };
         let outcome = match outcome {
             Ok(Ok(head)) => Ok(head),

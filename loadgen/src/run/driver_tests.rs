@@ -5,36 +5,12 @@ use std::net::TcpListener;
 use std::sync::Arc;
 
 use super::*;
+use crate::engine::EngineState;
 use crate::engine::faults::Faults;
-use crate::engine::scheduler::Speed;
-use crate::engine::{Engine, EngineConfig, EngineHandle, EngineState};
 use crate::plan::Recipe;
 use crate::prompt::TextModel;
-use crate::run::workload::{Source, Workload};
-
-fn engine(step: Duration) -> EngineHandle {
-    let speed = Speed {
-        step_base: step,
-        prefill_per_token: Duration::from_micros(2),
-        decode_per_sequence: Duration::ZERO,
-        decode_per_kilotoken: Duration::ZERO,
-        jitter: 0.0,
-        ..Speed::default()
-    };
-    Engine::start(EngineConfig { speed, ..EngineConfig::default() }).unwrap()
-}
-
-fn config(target: String, requests: usize, pace: Pace) -> RunConfig {
-    let workload = Workload::generated(Recipe::shared_prefix(3, 0.0, 160, 10, 4), requests, "demo", 11);
-    RunConfig { timeout: Duration::from_secs(20), ..RunConfig::new(&target, workload, pace) }
-}
-
-fn recipe(config: &mut RunConfig) -> &mut Recipe {
-    match &mut config.workload.source {
-        Source::Generated(recipe) => recipe,
-        other => panic!("a generated workload, not {other:?}"),
-    }
-}
+use crate::run::test_support::{config, engine, recipe};
+use crate::run::workload::Workload;
 
 fn expected_texts(workload: &Workload) -> Vec<String> {
     let (text, plan) = (TextModel::shipped().unwrap(), workload.plan());
@@ -49,7 +25,7 @@ fn expected_texts(workload: &Workload) -> Vec<String> {
 #[test]
 fn closed_loop_counts_everything_and_checks_content() {
     let engine = engine(Duration::from_micros(500));
-    let mut config = config(engine.url(), 60, Pace::Closed { concurrency: 4 });
+    let mut config = config(&engine.url(), 60, Pace::Closed { concurrency: 4 });
     let mut texts = expected_texts(&config.workload);
     config.expected = Some(Arc::new(texts.clone()));
     let result = execute(config.clone()).unwrap();
@@ -69,7 +45,7 @@ fn closed_loop_counts_everything_and_checks_content() {
 #[test]
 fn multi_turn_conversations_hit_their_own_history() {
     let engine = engine(Duration::from_micros(500));
-    let mut config = config(engine.url(), 40, Pace::Closed { concurrency: 2 });
+    let mut config = config(&engine.url(), 40, Pace::Closed { concurrency: 2 });
     *recipe(&mut config) = Recipe { turns: 5.0, ..Recipe::shared_prefix(1, 0.0, 64, 40, 32) };
     let result = execute(config).unwrap();
     assert_eq!(result.record.errors_total(), 0, "{:?}", result.first_error);
@@ -81,7 +57,7 @@ fn multi_turn_conversations_hit_their_own_history() {
 #[test]
 fn unary_answers_are_read_too() {
     let engine = engine(Duration::from_micros(500));
-    let mut config = config(engine.url(), 10, Pace::Closed { concurrency: 2 });
+    let mut config = config(&engine.url(), 10, Pace::Closed { concurrency: 2 });
     config.workload.stream = false;
     let texts = expected_texts(&config.workload);
     config.expected = Some(Arc::new(texts));
@@ -95,7 +71,7 @@ fn waiting_for_a_stalled_server_is_in_the_latency() {
     // a time, 19 of them would look fast; timed from when they should have been sent, none does.
     let engine = engine(Duration::from_micros(500));
     engine.set_faults(Faults { stall: true, ..Faults::default() });
-    let mut config = config(engine.url(), 20, Pace::Open { rate: 100.0 });
+    let mut config = config(&engine.url(), 20, Pace::Open { rate: 100.0 });
     config.in_flight_max = 1;
     let stall = Duration::from_millis(600);
     let start = Instant::now();
@@ -116,7 +92,7 @@ fn errors_are_told_apart_by_class() {
     let engine = engine(Duration::from_micros(500));
     let run = |faults: Faults| {
         engine.set_faults(faults);
-        execute(config(engine.url(), 6, Pace::Closed { concurrency: 1 })).unwrap()
+        execute(config(&engine.url(), 6, Pace::Closed { concurrency: 1 })).unwrap()
     };
     let result = run(Faults { fail_next: 2, fail_status: 503, ..Faults::default() });
     assert_eq!(result.record.errors, [(Failure::Status(503), 2)].into());
@@ -126,7 +102,7 @@ fn errors_are_told_apart_by_class() {
     // A first connection that dies unanswered is an error; a kept one is replaced once, silently.
     let result = run(Faults { close_next: 1, ..Faults::default() });
     assert_eq!(result.record.errors, [(Failure::NoAnswer, 1)].into());
-    let mut unknown = config(engine.url(), 3, Pace::Closed { concurrency: 1 });
+    let mut unknown = config(&engine.url(), 3, Pace::Closed { concurrency: 1 });
     unknown.workload.model = "other".into();
     assert_eq!(execute(unknown).unwrap().record.errors, [(Failure::Status(404), 3)].into());
 }
@@ -135,11 +111,11 @@ fn errors_are_told_apart_by_class() {
 fn timeouts_and_interrupts_end_requests() {
     let engine = engine(Duration::from_micros(500));
     engine.set_faults(Faults { stall: true, ..Faults::default() });
-    let mut slow = config(engine.url(), 3, Pace::Closed { concurrency: 3 });
+    let mut slow = config(&engine.url(), 3, Pace::Closed { concurrency: 3 });
     slow.timeout = Duration::from_millis(100);
     assert_eq!(execute(slow).unwrap().record.errors, [(Failure::Timeout, 3)].into());
     assert!(engine.wait_until(Duration::from_secs(5), EngineState::is_idle));
-    let endless = config(engine.url(), 5, Pace::Closed { concurrency: 2 });
+    let endless = config(&engine.url(), 5, Pace::Closed { concurrency: 2 });
     let interrupt = endless.interrupt.clone();
     let run = std::thread::spawn(move || execute(endless).unwrap());
     assert!(engine.wait_until(Duration::from_secs(10), |state| state.ranks[0].waiting >= 2));
@@ -189,7 +165,7 @@ fn answers_without_length_or_in_tiny_pieces_are_read() {
                 stream.write_all(piece).unwrap();
             }
         });
-        let result = execute(config(target, 1, Pace::Closed { concurrency: 1 })).unwrap();
+        let result = execute(config(&target, 1, Pace::Closed { concurrency: 1 })).unwrap();
         assert_eq!(result.record.errors_total(), 0, "{:?}", result.record.errors);
         assert_eq!(result.record.ttft.count(), 1);
         server.join().unwrap();

@@ -14,6 +14,10 @@ pub mod report;
 pub mod rows;
 pub mod scrape;
 pub mod slo;
+#[cfg(test)]
+mod test_support;
+#[cfg(test)]
+mod wire_tests;
 pub mod workload;
 
 pub use render::image_reference;

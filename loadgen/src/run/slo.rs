@@ -12,11 +12,18 @@ use super::record::Exchange;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Slo {
     /// From the intended send to the first token.
+    #[serde(rename = "ttft_ms", serialize_with = "as_milliseconds")]
     pub ttft: Option<Duration>,
     /// Mean time between an answer's tokens.
+    #[serde(rename = "itl_ms", serialize_with = "as_milliseconds")]
     pub itl: Option<Duration>,
     /// From the intended send to the last byte.
+    #[serde(rename = "e2e_ms", serialize_with = "as_milliseconds")]
     pub e2e: Option<Duration>,
+}
+
+fn as_milliseconds<S: serde::Serializer>(limit: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+    limit.map(|limit| limit.as_secs_f64() * 1000.0).serialize(serializer)
 }
 
 impl FromStr for Slo {
@@ -79,6 +86,8 @@ mod tests {
         let (ttft, itl) = (Some(Duration::from_millis(200)), Some(Duration::from_micros(1500)));
         assert_eq!(slo, Slo { ttft, itl, e2e: None });
         assert_eq!("e2e=1.5s".parse::<Slo>().unwrap().e2e, Some(Duration::from_millis(1500)));
+        let shown = serde_json::to_value(slo).unwrap();
+        assert_eq!(shown, serde_json::json!({"ttft_ms": 200.0, "itl_ms": 1.5, "e2e_ms": null}));
         for wrong in ["", "ttft", "ttft=5", "ttft=-5ms", "ttft=xms", "speed=5ms", "itl=5ms,itl=6ms", "ttft=1h"] {
             assert!(wrong.parse::<Slo>().is_err(), "{wrong:?}");
         }
