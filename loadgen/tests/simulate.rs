@@ -5,16 +5,21 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::{Mutex, MutexGuard};
+
+/// A program that is being written cannot be run, and a process that another test starts meanwhile holds it open.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// A directory with nothing but a copy of `loadgen`; gone with the test.
-struct Alone(PathBuf);
+struct Alone(PathBuf, #[allow(dead_code)] MutexGuard<'static, ()>);
 
 impl Alone {
     fn new(name: &str) -> Alone {
+        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let directory = std::env::temp_dir().join(format!("loadgen-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
         std::fs::copy(env!("CARGO_BIN_EXE_loadgen"), directory.join("loadgen")).unwrap();
-        Alone(directory)
+        Alone(directory, turn)
     }
 
     fn run(&self, arguments: &[&str]) -> Output {

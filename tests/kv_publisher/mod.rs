@@ -84,6 +84,8 @@ impl Publisher {
         socket.set_linger(0).unwrap();
         socket.set_ipv6(address.contains('[')).unwrap();
         socket.set_sndhwm(0).unwrap();
+        // A subscriber that is back before its former connection has been missed subscribes too.
+        socket.set_xpub_verbose(true).unwrap();
         socket.bind(address).ok()?;
         let endpoint = socket.get_last_endpoint().unwrap().unwrap();
         Some(Self { socket, endpoint, sequence: 0 })

@@ -1,5 +1,7 @@
 //! Owns what a run looks like on paper: its report and the text table. Never measures.
 
+use std::time::Duration;
+
 use serde_json::json;
 
 use super::config::{RunConfig, RunResult};
@@ -9,10 +11,13 @@ use crate::report::model::{Distribution, Figures, Fleet, Generator, RunReport, S
 /// The generator kept its schedule when requests started at most this late (99th percentile), with CPU to spare.
 const SEND_LAG_MS_MAX: f64 = 10.0;
 const CPU_SHARE_MAX: f64 = 0.9;
+/// What is over sooner says nothing of a core: starting alone takes milliseconds.
+const CPU_JUDGED_FROM: Duration = Duration::from_secs(1);
 
 /// Whether the generator, not the server, limited the run: then the run is invalid.
 pub fn is_saturated(result: &RunResult) -> bool {
-    result.record.send_lag.quantile_ms(0.99) > SEND_LAG_MS_MAX || result.cpu_share > CPU_SHARE_MAX
+    let is_busy = result.duration >= CPU_JUDGED_FROM && result.cpu_share > CPU_SHARE_MAX;
+    is_busy || result.record.send_lag.quantile_ms(0.99) > SEND_LAG_MS_MAX
 }
 
 /// A distribution in milliseconds, three decimals.

@@ -277,6 +277,8 @@ fn a_schedule_that_nobody_can_keep_marks_the_run() {
     (0..100).for_each(|_| result.record.send_lag.record(Duration::from_millis(2)));
     result.cpu_share = 0.3;
     assert!(!report::is_saturated(&result) && !report::table(&result).contains("INVALID"));
-    result.cpu_share = 0.95;
+    (result.cpu_share, result.duration) = (0.95, Duration::from_millis(500));
+    assert!(!report::is_saturated(&result), "half a second says nothing");
+    result.duration = Duration::from_secs(1);
     assert!(report::is_saturated(&result), "a generator without CPU to spare measures itself");
 }

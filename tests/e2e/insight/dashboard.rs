@@ -13,7 +13,10 @@ use crate::support::worker::json_worker;
 /// The page on a desk, once it shows what the router has answered.
 fn page_of(router: &Router) -> Option<Page> {
     let mut page = Page::open(&format!("http://{}/dashboard", router.address), 1280, 900)?;
-    wait_until("the page has an answer", || !page.text().contains("loading…") && !page.text().is_empty());
+    wait_until("the page has an answer", || {
+        let text = page.text();
+        !text.is_empty() && !text.contains("loading…")
+    });
     Some(page)
 }
 
