@@ -198,7 +198,8 @@ pub struct HealthWord {
     pub until_ms: u64,
     /// How often the cool-down has doubled; 6 bits.
     pub level: u32,
-    /// Faults in a row while well; 16 bits, the largest stands for more.
+    /// Faults in a row while well, and while open the requests for want of better ones since; 16 bits, the largest stands for
+    /// more.
     pub faults: u32,
 }
 

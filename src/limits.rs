@@ -224,3 +224,11 @@ pub const ACCESS_LINES_WAITING_MAX: usize = 16_384;
 pub const ACCESS_TEXT_BYTES_MAX: usize = 256;
 /// The configuration file (`--config`), bytes.
 pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;
+/// How long the series of a worker that has left stay on the metrics page, and how many of them at most: a fleet that is
+/// replaced as a whole shows its last values to a scraper that comes once a minute.
+pub const DEPARTED_SERIES_KEPT: std::time::Duration = std::time::Duration::from_secs(300);
+pub const DEPARTED_SERIES_MAX: usize = 4_096;
+/// Models whose diverged targets are counted by name; further ones are counted together.
+pub const DIVERGED_MODELS_MAX: usize = 1_024;
+/// Members of a request body's object; each is remembered with its place, and the engines know about a hundred.
+pub const BODY_MEMBERS_MAX: usize = 4_096;

@@ -25,6 +25,8 @@ pub enum Role {
 }
 
 impl Role {
+    pub const ALL: [Role; 3] = [Role::Mixed, Role::Prefill, Role::Decode];
+
     pub const fn as_str(self) -> &'static str {
         match self {
             Role::Mixed => "mixed",

@@ -5,9 +5,13 @@
 mod kv_publisher;
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use infera_router::ingest::{Ingest, IngestConfig, IngestHandle};
+use infera_router::metrics::DepartedSeries;
+use infera_router::proxy::{RequestMetrics, TargetHandles};
 use kv_publisher::*;
+use prometheus::{Encoder, TextEncoder};
 
 fn entries(directory: &str) -> usize {
     std::fs::read_dir(directory).unwrap().count()
@@ -85,6 +89,7 @@ fn joins_and_leaves(ingest: &IngestHandle, context: &zmq::Context, workers: usiz
     let mut publisher = Publisher::new(context);
     let prompt: Vec<u32> = (1..=256).collect();
     let mut before = None;
+    let mut counted = Counted::new();
     for round in 0..workers / AT_ONCE {
         let ids: Vec<String> = (0..AT_ONCE).map(|at| format!("w{}:1", round * AT_ONCE + at)).collect();
         ingest.fleet_updates.send(ids.iter().map(|id| worker(id, Some(&publisher.endpoint))).collect());
@@ -102,6 +107,7 @@ fn joins_and_leaves(ingest: &IngestHandle, context: &zmq::Context, workers: usiz
             tries += 1;
             ids.iter().all(|id| depth(ingest, id, &prompt) == Some(64))
         });
+        counted.requests(ingest);
         ingest.fleet_updates.send(Vec::new());
         publisher.wait_subscription(0);
         wait_until("an empty index", || {
@@ -113,8 +119,46 @@ fn joins_and_leaves(ingest: &IngestHandle, context: &zmq::Context, workers: usiz
             before = Some((usage(), resident_bytes()));
         }
     }
+    assert_eq!(counted.picks, workers as u64);
     let (used, resident) = before.unwrap();
     wait_until(&format!("{used:?} descriptors and threads"), || usage() <= used);
     println!("resident: {resident} bytes after a fifth of {workers} workers, {} at the end", resident_bytes());
     assert!(resident_bytes() <= resident + (4 << 20), "{resident} bytes became {}", resident_bytes());
+}
+
+/// What the request path counts of targets, on two shards.
+struct Counted {
+    metrics: RequestMetrics,
+    shards: [TargetHandles; 2],
+    departed: DepartedSeries,
+    now: Instant,
+    picks: u64,
+}
+
+impl Counted {
+    fn new() -> Self {
+        let metrics = RequestMetrics::new(2).unwrap();
+        Self { metrics, shards: Default::default(), departed: DepartedSeries::default(), now: Instant::now(), picks: 0 }
+    }
+
+    /// A request of each target; three minutes pass. Those that left five minutes ago are gone from page and tables.
+    fn requests(&mut self, ingest: &IngestHandle) {
+        let view = ingest.view.load();
+        let families = &self.metrics.targets;
+        for (place, target) in view.fleet.targets.iter().enumerate() {
+            let handles = self.shards[place % 2].of(families, target);
+            handles.picks.inc();
+            assert_eq!(handles.picks.get(), 1, "a new worker begins at nothing");
+            self.picks += 1;
+        }
+        self.departed.look(self.now, &view.fleet, families);
+        self.now += Duration::from_secs(180);
+        let mut page = Vec::new();
+        TextEncoder::new().encode(&self.metrics.registry().gather(), &mut page).unwrap();
+        // At most those of three rounds: here, missed for the first time, and not missed for long enough.
+        let lines =
+            String::from_utf8(page).unwrap().lines().filter(|line| line.starts_with("infera_router_picks")).count();
+        assert!(lines <= 3 * view.fleet.targets.len(), "{lines} series of {} workers", view.fleet.targets.len());
+        assert!(self.shards.iter().all(|shard| shard.len() <= 3 * view.fleet.targets.len()));
+    }
 }

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Layers of `src/`, lowest first. A module imports from its own line and from the lines above it.
@@ -162,10 +162,44 @@ fn banned_words_have_replacements() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
+/// Whether a name is that of a test for a public field report: `b02_…`, `b02a_…`.
+fn is_of_a_report(name: &str) -> bool {
+    let Some((report, _)) = name.split_once('_') else { return false };
+    let digits = report.strip_prefix('b').map(|rest| rest.trim_end_matches(|letter: char| letter.is_ascii_lowercase()));
+    digits.is_some_and(|digits| digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_digit()))
+}
+
+#[test]
+fn field_reports_have_the_tests_that_the_page_names() {
+    let page = std::fs::read_to_string(root().join("tests/README.md")).unwrap();
+    let mut tests = BTreeSet::new();
+    for file in all_sources() {
+        let text = std::fs::read_to_string(&file).unwrap();
+        let names = text.match_indices("fn ").map(|(at, _)| &text[at + 3..]);
+        tests.extend(names.filter_map(|rest| rest.split('(').next()).map(str::to_owned));
+    }
+    let mut faults = Vec::new();
+    let rows = page.lines().filter(|line| line.starts_with("| ") && line.contains('`'));
+    let named: BTreeSet<&str> = rows.clone().flat_map(|row| row.split('`').skip(1).step_by(2)).collect();
+    for name in &named {
+        let is_there = if name.contains('/') { root().join(name).exists() } else { tests.contains(*name) };
+        if !is_there {
+            faults.push(format!("tests/README.md: there is no test `{name}`"));
+        }
+    }
+    for name in tests.iter().filter(|name| is_of_a_report(name) && !named.contains(name.as_str())) {
+        faults.push(format!("tests/README.md: `{name}` is not in the table of the reports"));
+    }
+    assert!(rows.filter(|row| row.starts_with("| B")).count() >= 40, "a report without tests");
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
 #[test]
 fn paths_named_in_the_pages_exist() {
     let mut faults = Vec::new();
-    for page in ["README.md", "src/README.md", "CHANGELOG.md", "tuning/README.md", "tuning/RUNBOOK.md"] {
+    for page in
+        ["README.md", "src/README.md", "CHANGELOG.md", "tests/README.md", "tuning/README.md", "tuning/RUNBOOK.md"]
+    {
         let text = std::fs::read_to_string(root().join(page)).unwrap_or_else(|error| panic!("{page}: {error}"));
         for quoted in text.split('`').skip(1).step_by(2) {
             let is_path = ["src/", "shards/", "tests/", "bench/", "loadgen/", "tuning/"]

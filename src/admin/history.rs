@@ -34,10 +34,10 @@ impl History {
         self.next.saturating_duration_since(now)
     }
 
-    /// Takes a sample if one is due.
-    pub fn look(&mut self, now: Instant, read: impl FnOnce() -> (Totals, u64)) {
+    /// Takes a sample if one is due, and tells so.
+    pub fn look(&mut self, now: Instant, read: impl FnOnce() -> (Totals, u64)) -> bool {
         if now < self.next {
-            return;
+            return false;
         }
         if self.samples.len() == HISTORY_SAMPLES {
             self.samples.pop_front();
@@ -45,6 +45,7 @@ impl History {
         let (totals, inflight) = read();
         self.samples.push_back(Sample { at: now, totals, inflight });
         self.next = now + PERIOD;
+        true
     }
 
     /// Totals, oldest first, with their age: rates are the differences.

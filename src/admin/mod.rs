@@ -19,7 +19,7 @@ use crate::api::{self, ApiError};
 use crate::config::Effective;
 use crate::limits::{CONTROL_QUEUE, LOG_FILTER_BYTES_MAX};
 use crate::logging::LogFilter;
-use crate::metrics::MetricsPage;
+use crate::metrics::{DepartedSeries, MetricsPage};
 use crate::proxy::{ControlAsk, ControlPlane, metrics_response};
 use crate::route::Policy;
 use history::History;
@@ -77,9 +77,13 @@ impl Admin {
 
 fn run(state: &AdminState, questions: &Receiver<Question>) {
     let mut history = History::new(Instant::now());
+    let mut departed = DepartedSeries::default();
     loop {
         let now = Instant::now();
-        history.look(now, || (state.page.requests.totals(), state.page.requests.inflight()));
+        let is_due = history.look(now, || (state.page.requests.totals(), state.page.requests.inflight()));
+        if is_due {
+            state.page.forget_departed(&mut departed, now);
+        }
         let Question { ask, answer } = match questions.recv_timeout(history.wait(now)) {
             Ok(question) => question,
             Err(RecvTimeoutError::Timeout) => continue,

@@ -16,7 +16,7 @@ use crate::proxy::TargetTotals;
 
 pub(super) fn overview(state: &AdminState, history: &History) -> Response {
     let view = state.page.view.load_full();
-    let picked = state.page.requests.target_totals();
+    let picked = state.page.requests.targets.totals();
     let workers = view.fleet.workers.iter().map(|worker| {
         let targets = view.fleet.targets.iter().filter(|target| target.worker.generation == worker.generation);
         let targets: Vec<Value> = targets.map(|target| describe(state, &view, target, &picked)).collect();

@@ -55,6 +55,14 @@ pub fn admission_of(word: HealthWord, now_ms: u64) -> Admission {
     }
 }
 
+/// How little is to be hoped of a worker that may not be asked; where all are like that, the least is asked.
+pub fn trouble_of(word: HealthWord) -> u32 {
+    match word.state {
+        HealthState::Well | HealthState::Resting => 0,
+        HealthState::Open | HealthState::Probing => 1 + word.level + word.faults,
+    }
+}
+
 impl BreakerSettings {
     /// The same for a worker; a rest that is over ends here.
     pub fn admission(&self, health: &WorkerHealth, now_ms: u64) -> Admission {
@@ -89,6 +97,22 @@ impl BreakerSettings {
             health.update(|word| is_run(&word).then_some(HealthWord { faults: 0, ..word }));
         }
         None
+    }
+
+    /// The same for a request that went to it for want of better ones. It was sent while the worker was open, so unlike one
+    /// from before that it shows that the worker is well again.
+    pub fn succeeded_in_need(&self, health: &WorkerHealth) -> Option<Change> {
+        let is_open = |word: &HealthWord| matches!(word.state, HealthState::Open | HealthState::Probing);
+        health.update(|word| is_open(&word).then(HealthWord::default)).map(|_| Change::Closed)
+    }
+
+    /// A request goes to the worker for want of better ones. Until one of them succeeds each weighs as a fault, so that the
+    /// next goes elsewhere: whoever fails at once is never busy, and would get them all.
+    pub fn asked_in_need(&self, health: &WorkerHealth) {
+        health.update(|word| match word.state {
+            HealthState::Open | HealthState::Probing => Some(HealthWord { faults: word.faults + 1, ..word }),
+            HealthState::Well | HealthState::Resting => None,
+        });
     }
 
     /// The worker has failed a request: no connection, no answer, a broken one, or a 5xx.
@@ -149,18 +173,21 @@ pub struct Probe {
 }
 
 impl Probe {
+    /// Whether its place is still its own. Requests that were sent in need meanwhile change nothing of that.
+    fn is_in(&self, word: HealthWord) -> bool {
+        word == HealthWord { faults: word.faults, ..self.word }
+    }
+
     /// Whether the verdict counted.
     fn settle(self, verdict: impl Fn(HealthWord) -> HealthWord) -> bool {
-        let own = self.word;
-        self.health.update(|word| (word == own).then(|| verdict(word))).is_some()
+        self.health.update(|word| self.is_in(word).then(|| verdict(word))).is_some()
     }
 }
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        let own = self.word;
         self.health
-            .update(|word| (word == own).then_some(HealthWord { state: HealthState::Open, until_ms: 0, ..word }));
+            .update(|word| self.is_in(word).then_some(HealthWord { state: HealthState::Open, until_ms: 0, ..word }));
     }
 }
 

@@ -114,6 +114,29 @@ fn what_was_sent_before_the_worker_opened_neither_closes_nor_extends() {
 }
 
 #[test]
+fn where_all_are_open_whoever_fails_is_asked_ever_less_and_a_success_closes() {
+    let (dead, alive) = (Bench::opened(), Bench::opened());
+    let trouble = |bench: &Bench| trouble_of(bench.health.read());
+    for _ in 0..5 {
+        assert_eq!(trouble(&dead), trouble(&alive));
+        SETTINGS.asked_in_need(&dead.health);
+        assert!(trouble(&dead) > trouble(&alive), "one at a time goes to each");
+        SETTINGS.asked_in_need(&alive.health);
+    }
+    assert_eq!(dead.fault(0), None, "not opened twice");
+    assert_eq!(SETTINGS.succeeded_in_need(&alive.health), Some(Change::Closed));
+    assert_eq!((trouble(&alive), alive.admission(1), alive.ailing()), (0, Admission::Free, 0));
+    SETTINGS.asked_in_need(&alive.health);
+    assert_eq!(SETTINGS.succeeded_in_need(&alive.health), None);
+    assert_eq!(alive.health.read(), HealthWord::default(), "a worker that is well is not touched");
+    // A probe's verdict counts whatever was asked beside it, and a failed one leaves the worker behind the others.
+    let probe = dead.claim(5_000).unwrap();
+    SETTINGS.asked_in_need(&dead.health);
+    assert_eq!(SETTINGS.faulted(&dead.health, Some(probe), 5_001), Some(Change::Opened { for_ms: 10_000 }));
+    assert!(trouble(&dead) > trouble(&Bench::opened()));
+}
+
+#[test]
 fn a_worker_that_asks_for_time_rests_and_is_not_faulty() {
     let bench = worker();
     bench.fault(0);

@@ -3,8 +3,6 @@
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::route::HOST_TIER_WEIGHT;
-
 /// KV-cache-aware LLM router in front of SGLang, vLLM and ATOM engines.
 #[derive(Debug, Parser)]
 #[command(name = "infera-router", version, args_conflicts_with_subcommands = true, max_term_width = 110)]
@@ -149,9 +147,10 @@ pub struct RoutingArgs {
     /// active, for decode workers and for requests with images].
     #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
     pub kv_overlap_weight: Option<f64>,
-    /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix.
-    #[arg(long, value_name = "WEIGHT", default_value_t = HOST_TIER_WEIGHT, allow_negative_numbers = true)]
-    pub kv_host_tier_weight: f64,
+    /// Share of a device block's worth that a block in host memory has (0 to 1), where it follows the device prefix
+    /// [default: 0.5; 0 with --kv-load active].
+    #[arg(long, value_name = "WEIGHT", allow_negative_numbers = true)]
+    pub kv_host_tier_weight: Option<f64>,
     /// true|false: ask an engine to forget its cache when its KV events have no beginning and cannot be replayed.
     #[arg(
         long,

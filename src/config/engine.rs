@@ -118,7 +118,7 @@ impl Config {
     pub fn live_settings(&self) -> LiveSettings {
         LiveSettings {
             overlap_weight: self.kv_overlap_weight,
-            host_tier_weight: self.kv_host_tier_weight,
+            host_tier_weight: self.kv_host_tier_weight.unwrap_or(self.steering.load_term.host_tier_weight()),
             retries_max: self.request_retries_max,
             retry_budget_percent: self.resilience.retry_budget_percent,
             breaker: self.resilience.breaker,

@@ -86,8 +86,8 @@ pub struct Config {
     pub tokenizer_path: Option<PathBuf>,
     /// Weight of the cache term of the cost, finite and not negative; absent: as the load term has it.
     pub kv_overlap_weight: Option<f64>,
-    /// Worth of a block in host memory that follows the device prefix, 0 to 1 device blocks.
-    pub kv_host_tier_weight: f64,
+    /// Worth of a block in host memory that follows the device prefix, 0 to 1 device blocks; absent: as the load term has it.
+    pub kv_host_tier_weight: Option<f64>,
     /// Whether engines whose events cannot be anchored are asked to forget their cache.
     pub kv_self_heal: bool,
     /// Given to the chat template where a request does not set the member.

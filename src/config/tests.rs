@@ -4,7 +4,6 @@ use std::process::Command as Process;
 
 use super::*;
 use crate::proxy::{PrefillRelease, RouterMode};
-use crate::route::HOST_TIER_WEIGHT;
 use crate::worker::Role;
 
 pub(super) fn run(arguments: &[&str]) -> Result<Config, Refusal> {
@@ -39,9 +38,10 @@ fn defaults_are_those_of_a_bare_metal_host() {
     let config = config(&[]);
     assert_eq!(config.listen, "0.0.0.0:8000".parse().unwrap());
     assert_eq!(config.policy, Policy::KvAware);
-    assert_eq!((config.kv_overlap_weight, config.kv_host_tier_weight), (None, HOST_TIER_WEIGHT));
+    assert_eq!((config.kv_overlap_weight, config.live_settings().host_tier_weight), (None, 0.5));
     assert_eq!(overlap_weights(&config), [12.0, 12.0, 1.0]);
-    assert_eq!(overlap_weights(&run(&["--kv-load", "active"]).unwrap()), [1.0; 3]);
+    let plain = run(&["--kv-load", "active"]).unwrap();
+    assert_eq!((overlap_weights(&plain), plain.live_settings().host_tier_weight), ([1.0; 3], 0.0));
     assert_eq!(config.request_retries_max, 1);
     assert_eq!(config.max_body_bytes, 64 << 20);
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
@@ -110,7 +110,7 @@ fn self_heal_is_off_until_asked_for() {
 
 #[test]
 fn the_host_tier_weight_is_a_share() {
-    assert_eq!(config(&["--kv-host-tier-weight", "0.25"]).kv_host_tier_weight, 0.25);
+    assert_eq!(config(&["--kv-host-tier-weight", "0.25"]).live_settings().host_tier_weight, 0.25);
     for wrong in ["-0.1", "1.5", "NaN"] {
         check_refused(&["--kv-host-tier-weight", wrong], 1, &["--kv-host-tier-weight must be a number from 0 to 1"]);
     }

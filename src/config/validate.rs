@@ -335,7 +335,7 @@ struct Routing {
     policy: Policy,
     tokenizer_path: Option<PathBuf>,
     overlap_weight: Option<f64>,
-    host_tier_weight: f64,
+    host_tier_weight: Option<f64>,
     self_heal: bool,
     chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
     chat_encoding: Option<ChatEncoding>,
@@ -368,8 +368,8 @@ fn routing(arguments: &RoutingArgs, problems: &mut Problems) -> Routing {
         problems.add("--kv-self-heal requires --router-policy kv-aware");
     }
     let host_tier_weight = arguments.kv_host_tier_weight;
-    if !(0.0..=1.0).contains(&host_tier_weight) {
-        problems.add(format!("--kv-host-tier-weight must be a number from 0 to 1 (got {host_tier_weight})"));
+    if let Some(given) = host_tier_weight.filter(|given| !(0.0..=1.0).contains(given)) {
+        problems.add(format!("--kv-host-tier-weight must be a number from 0 to 1 (got {given})"));
     }
     let chat_template_kwargs = match arguments.kv_default_chat_template_kwargs.as_deref().map(str::trim) {
         None | Some("") => serde_json::Map::new(),

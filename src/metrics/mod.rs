@@ -1,6 +1,7 @@
 //! The metrics page: the request path's registry as it is, and everything else read from live state at the
 //! moment of the scrape, so that no series outlives what it describes. Never touches a request.
 
+mod departed;
 mod live;
 mod parity;
 mod steering;
@@ -16,6 +17,8 @@ use crate::index::SharedView;
 use crate::ingest::IngestStats;
 use crate::prompt::Prompter;
 use crate::proxy::{RequestMetrics, Steering};
+
+pub use departed::DepartedSeries;
 
 /// Reads discovery's state at the moment of the scrape.
 pub type StatusReader = Box<dyn Fn() -> Status + Send + Sync>;
@@ -48,6 +51,11 @@ impl MetricsPage {
     pub fn with_prompter(mut self, prompter: Option<Arc<Prompter>>) -> Self {
         self.prompter = prompter;
         self
+    }
+
+    /// Drops the series of workers that left a while ago. To be called every few seconds.
+    pub fn forget_departed(&self, departed: &mut DepartedSeries, now: Instant) {
+        departed.look(now, &self.view.load().fleet, &self.requests.targets);
     }
 
     /// Prometheus text format 0.0.4.

@@ -13,7 +13,7 @@ use crate::fleet::{Parity, TargetId, TargetParity};
 use crate::hash::BlockHash;
 use crate::index::RankStatus;
 use crate::index::view::Number;
-use crate::limits::{PARITY_INTERVAL_CONFIRMED, PARITY_INTERVAL_IN_DOUBT};
+use crate::limits::{DIVERGED_MODELS_MAX, PARITY_INTERVAL_CONFIRMED, PARITY_INTERVAL_IN_DOUBT};
 use crate::load::{Expectation, Ledger};
 
 /// Findings since the start. Written by the ingest core, read by the metrics page.
@@ -32,7 +32,8 @@ impl ParityCounts {
 
     fn count_diverged(&self, model: &str) {
         let mut diverged = self.diverged.lock().unwrap_or_else(PoisonError::into_inner);
-        *diverged.entry(model.to_owned()).or_default() += 1;
+        let has_place = diverged.len() < DIVERGED_MODELS_MAX || diverged.contains_key(model);
+        *diverged.entry(if has_place { model } else { "other" }.to_owned()).or_default() += 1;
     }
 }
 

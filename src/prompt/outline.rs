@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use super::extract::ExtractError;
 use super::json::{JsonError, JsonResult, Reader};
+use crate::limits::BODY_MEMBERS_MAX;
 
 /// Members for which there is room at once; a chat request has about as many.
 const MEMBERS_EXPECTED: usize = 8;
@@ -85,6 +86,9 @@ impl Outline {
                 let value_start = reader.offset();
                 visit(reader, &key)?;
                 previous_end = reader.offset();
+                if members.len() == BODY_MEMBERS_MAX {
+                    return Err(JsonError { offset: start, what: "too many members" });
+                }
                 members.push(Member { escaped_key, start, key_bytes: key.len(), value: value_start..previous_end });
                 Ok(())
             })?;
@@ -177,6 +181,16 @@ mod tests {
             let error = Outline::read(&Bytes::from_static(body)).unwrap_err();
             assert_eq!((error.line, error.column), (line, column), "{error}");
         }
+    }
+
+    #[test]
+    fn b58_members_without_end_are_refused_where_the_cap_is_passed() {
+        let body = |members: usize| format!("{{{}}}", vec!["\"k\":[{}]"; members].join(","));
+        assert_eq!(outline(&body(BODY_MEMBERS_MAX)).members().len(), BODY_MEMBERS_MAX);
+        // Found at the first one too many, whatever comes behind it.
+        let too_many = format!("{}, this is not JSON", body(BODY_MEMBERS_MAX + 1).trim_end_matches('}'));
+        let error = Outline::read(&Bytes::from(too_many)).unwrap_err();
+        assert_eq!((error.what, error.line), ("too many members", 1));
     }
 
     #[test]

@@ -277,7 +277,9 @@ async fn attempts(
             }
             Err(Trouble::Worker(error)) => {
                 picked.failed_by(shared, &error);
-                if !(may_retry && service.may_spend_a_retry()) {
+                // Whoever was not reached has done nothing: trying the next one asks no more of the fleet than one request may.
+                let is_free = matches!(error.kind, UpstreamErrorKind::Connect(_) | UpstreamErrorKind::ConnectTimeout);
+                if !(may_retry && (is_free || service.may_spend_a_retry())) {
                     return Err(worker_error(&picked, &error));
                 }
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
@@ -463,6 +465,10 @@ async fn relay(
             access::note(|line| line.ended = Ended::Cut);
             picked.failed(shared);
             warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "an answer was cut by its worker");
+            if !responder.started() {
+                // What came with the head was broken, and so nothing of it has gone out.
+                return Box::pin(refuse(dialect, worker_error(picked, &error), responder)).await;
+            }
             Outcome::Error
         }
         RelayOutcome::ClientGone => Outcome::StreamFailed,

@@ -1,21 +1,15 @@
-//! Metrics that the request path writes. Names are those of the system this one replaces. Handles are
-//! looked up once per (model, worker) and shard and then held, so that a request touches atomics only.
+//! Metrics that the request path writes, but for those of single targets (`target_metrics`). Names are those of the system
+//! this one replaces. Never reads what others count.
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
-use std::rc::Rc;
-
-use hashbrown::HashMap;
-use prometheus::core::Collector;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
 };
 
 use super::silence::SilentPhase;
 use super::stages::Stages;
-use crate::load::TargetId;
+use super::target_metrics::TargetFamilies;
 use crate::prompt::NoBlocks;
-use crate::worker::{Name, Role};
+use crate::worker::Role;
 
 /// How a request ended, as the `outcome` label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,7 +32,7 @@ const OUTCOMES: [(Outcome, &str); 5] = [
 ];
 
 /// Who serves a request; the `router` label.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RouterLabel {
     /// One worker.
     Mixed,
@@ -49,22 +43,21 @@ pub enum RouterLabel {
 impl RouterLabel {
     const ALL: [RouterLabel; 2] = [RouterLabel::Mixed, RouterLabel::Disagg];
 
-    const fn as_str(self) -> &'static str {
+    pub(super) const fn as_str(self) -> &'static str {
         match self {
             RouterLabel::Mixed => "mixed",
             RouterLabel::Disagg => "disagg",
         }
     }
 
-    const fn of(role: Role) -> Self {
+    /// Which of them a worker of this role has a part in.
+    pub const fn of(role: Role) -> Self {
         match role {
             Role::Mixed => RouterLabel::Mixed,
             Role::Prefill | Role::Decode => RouterLabel::Disagg,
         }
     }
 }
-
-const ROLES: [Role; 3] = [Role::Mixed, Role::Prefill, Role::Decode];
 
 /// Figures of the picks for one role.
 struct RoleMetrics {
@@ -118,9 +111,6 @@ impl PairMetrics {
 }
 
 const DURATION_BUCKETS_SECONDS: &[f64] = &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
-const TTFT_BUCKETS_SECONDS: &[f64] = &[0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0];
-const INPUT_TOKEN_BUCKETS: &[f64] = &[64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0];
-const OUTPUT_TOKEN_BUCKETS: &[f64] = &[4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0];
 const BLOCK_BUCKETS: &[f64] = &[0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0];
 const PROMPT_BUCKETS_SECONDS: &[f64] = &[0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 
@@ -130,15 +120,10 @@ pub struct RequestMetrics {
     /// By router label, then by outcome.
     outcomes: [Vec<(IntCounter, Histogram)>; 2],
     inflight: [IntGauge; 2],
-    /// In the order of `ROLES`.
+    /// In the order of [`Role::ALL`].
     roles: [RoleMetrics; 3],
     pub pairs: PairMetrics,
-    ttft: HistogramVec,
-    input_tokens: HistogramVec,
-    output_tokens: HistogramVec,
-    prompt_tokens_total: IntCounterVec,
-    generation_tokens_total: IntCounterVec,
-    picks_total: IntCounterVec,
+    pub targets: TargetFamilies,
     retries_total: IntCounterVec,
     retries_refused_total: IntCounter,
     refused_keys_total: IntCounter,
@@ -146,8 +131,6 @@ pub struct RequestMetrics {
     prompt_failures_total: IntCounterVec,
     prompt_seconds: Histogram,
     pub stages: Stages,
-    target_blocks_hit_total: IntCounterVec,
-    target_blocks_total: IntCounterVec,
 }
 
 /// What has been counted since the start, all requests together.
@@ -159,31 +142,6 @@ pub struct Totals {
     /// Blocks that picked workers held, and blocks of the prompts; a pair counts for prefill.
     pub blocks_hit: u64,
     pub blocks: u64,
-}
-
-/// What was counted for one target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TargetTotals {
-    pub picks: u64,
-    pub blocks_hit: u64,
-    pub blocks: u64,
-}
-
-/// One of them.
-type TargetNumber = fn(&mut TargetTotals) -> &mut u64;
-
-/// Handles of one target, held by a shard.
-pub struct TargetMetrics {
-    /// Names the target in reports.
-    pub route_key: Name,
-    pub picks: IntCounter,
-    pub blocks_hit: IntCounter,
-    pub blocks: IntCounter,
-    pub ttft: Histogram,
-    pub prompt_tokens: IntCounter,
-    pub generation_tokens: IntCounter,
-    pub input_tokens: Histogram,
-    pub output_tokens: Histogram,
 }
 
 impl RequestMetrics {
@@ -236,7 +194,7 @@ impl RequestMetrics {
                 labels.map(|it| (totals.with_label_values(&it), durations.with_label_values(&it))).collect()
             }),
             inflight: RouterLabel::ALL.map(|router| inflight.with_label_values(&[router.as_str()])),
-            roles: ROLES.map(|role| {
+            roles: Role::ALL.map(|role| {
                 let label = [role.as_str()];
                 RoleMetrics {
                     pick_cache_hits: cache_hits.with_label_values(&label),
@@ -246,35 +204,7 @@ impl RequestMetrics {
                 }
             }),
             pairs: PairMetrics::new(&make)?,
-            ttft: make.histograms(
-                "infera_time_to_first_token_seconds",
-                "Seconds from the request's last byte to the first byte of the answer's body.",
-                &["router", "model", "prefill_worker"],
-                TTFT_BUCKETS_SECONDS,
-            )?,
-            input_tokens: make.histograms(
-                "infera_input_sequence_tokens",
-                "Prompt tokens per request, as the worker counted them.",
-                &["router", "model"],
-                INPUT_TOKEN_BUCKETS,
-            )?,
-            output_tokens: make.histograms(
-                "infera_output_sequence_tokens",
-                "Completion tokens per request, as the worker counted them.",
-                &["router", "model"],
-                OUTPUT_TOKEN_BUCKETS,
-            )?,
-            prompt_tokens_total: make.counters(
-                "infera_prompt_tokens_total",
-                "Prompt tokens, as the workers counted them.",
-                &["router", "model", "prefill_worker"],
-            )?,
-            generation_tokens_total: make.counters(
-                "infera_generation_tokens_total",
-                "Completion tokens, as the workers counted them.",
-                &["router", "model", "decode_worker"],
-            )?,
-            picks_total: make.counters("infera_router_picks_total", "Picks per target.", &["role", "worker_id"])?,
+            targets: TargetFamilies::new(&make)?,
             retries_total: make.counters(
                 "infera_router_retries_total",
                 "Attempts repeated on another worker, by what ended the one before.",
@@ -292,16 +222,6 @@ impl RequestMetrics {
                 "Requests routed by load alone because their prompt gave no blocks.",
                 &["reason"],
             )?,
-            target_blocks_hit_total: make.counters(
-                "infera_router_target_blocks_hit_total",
-                "Prompt blocks that the target already held when it was picked.",
-                &["role", "worker_id"],
-            )?,
-            target_blocks_total: make.counters(
-                "infera_router_target_blocks_total",
-                "Full blocks of the prompts that the target was picked for.",
-                &["role", "worker_id"],
-            )?,
             prompt_seconds,
             stages,
             registry,
@@ -317,29 +237,10 @@ impl RequestMetrics {
                 totals.failed += total.get();
             }
         }
-        let with_prompts = ROLES.iter().zip(&self.roles).filter(|(role, _)| **role != Role::Decode);
+        let with_prompts = Role::ALL.iter().zip(&self.roles).filter(|(role, _)| **role != Role::Decode);
         for (_, metrics) in with_prompts {
             totals.blocks_hit += metrics.prefix_blocks_hit_total.get();
             totals.blocks += metrics.prefix_blocks_total.get();
-        }
-        totals
-    }
-
-    /// By route key. Makes no series of targets that nobody was sent to.
-    pub fn target_totals(&self) -> BTreeMap<String, TargetTotals> {
-        let mut totals: BTreeMap<String, TargetTotals> = BTreeMap::new();
-        let families: [(&IntCounterVec, TargetNumber); 3] = [
-            (&self.picks_total, |totals| &mut totals.picks),
-            (&self.target_blocks_hit_total, |totals| &mut totals.blocks_hit),
-            (&self.target_blocks_total, |totals| &mut totals.blocks),
-        ];
-        for (family, number) in families {
-            for metric in family.collect().iter().flat_map(|family| family.get_metric()) {
-                let route_key = metric.get_label().iter().find(|label| label.name() == "worker_id");
-                let Some(route_key) = route_key else { continue };
-                *number(totals.entry(route_key.value().to_owned()).or_default()) +=
-                    metric.get_counter().get_value() as u64;
-            }
         }
         totals
     }
@@ -414,63 +315,13 @@ impl RequestMetrics {
         counter.inc();
         counter.get() == 1
     }
-
-    fn target(&self, model: &str, worker: &str, route_key: &Name, role: Role) -> TargetMetrics {
-        let router = RouterLabel::of(role).as_str();
-        TargetMetrics {
-            route_key: route_key.clone(),
-            picks: self.picks_total.with_label_values(&[role.as_str(), route_key]),
-            blocks_hit: self.target_blocks_hit_total.with_label_values(&[role.as_str(), route_key]),
-            blocks: self.target_blocks_total.with_label_values(&[role.as_str(), route_key]),
-            ttft: self.ttft.with_label_values(&[router, model, worker]),
-            prompt_tokens: self.prompt_tokens_total.with_label_values(&[router, model, worker]),
-            generation_tokens: self.generation_tokens_total.with_label_values(&[router, model, worker]),
-            input_tokens: self.input_tokens.with_label_values(&[router, model]),
-            output_tokens: self.output_tokens.with_label_values(&[router, model]),
-        }
-    }
-
-    /// Drops the series of workers that are gone, so that rollouts do not grow the page.
-    pub fn forget_target(&self, model: &str, worker: &str, route_key: &str, role: Role) {
-        let router = RouterLabel::of(role).as_str();
-        // An error means that the series never existed.
-        for family in [&self.picks_total, &self.target_blocks_hit_total, &self.target_blocks_total] {
-            let _ = family.remove_label_values(&[role.as_str(), route_key]);
-        }
-        let _ = self.ttft.remove_label_values(&[router, model, worker]);
-        let _ = self.prompt_tokens_total.remove_label_values(&[router, model, worker]);
-        let _ = self.generation_tokens_total.remove_label_values(&[router, model, worker]);
-    }
 }
 
-/// A shard's own table of target handles.
-#[derive(Default)]
-pub struct TargetHandles {
-    by_target: RefCell<HashMap<TargetId, Rc<TargetMetrics>>>,
-}
-
-/// Handles kept per shard before departed targets are dropped by starting over.
-const HANDLES_MAX: usize = 16_384;
-
-impl TargetHandles {
-    pub fn of(&self, metrics: &RequestMetrics, target: &crate::fleet::Target) -> Rc<TargetMetrics> {
-        let mut by_target = self.by_target.borrow_mut();
-        if let Some(handles) = by_target.get(&target.id) {
-            return handles.clone();
-        }
-        if by_target.len() >= HANDLES_MAX {
-            by_target.clear();
-        }
-        let record = &target.worker.record;
-        let handles = metrics.target(&record.model_name, &target.worker.id, &target.route_key, record.disagg_mode);
-        by_target.entry(target.id).or_insert(Rc::new(handles)).clone()
-    }
-}
-
-struct Make<'a>(&'a Registry);
+/// Makes families and registers them.
+pub(super) struct Make<'a>(&'a Registry);
 
 impl Make<'_> {
-    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, prometheus::Error> {
+    pub(super) fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, prometheus::Error> {
         let family = IntCounterVec::new(Opts::new(name, help), labels)?;
         self.0.register(Box::new(family.clone()))?;
         Ok(family)
@@ -488,7 +339,7 @@ impl Make<'_> {
         Ok(family)
     }
 
-    fn histograms(
+    pub(super) fn histograms(
         &self,
         name: &str,
         help: &str,

@@ -36,12 +36,13 @@ mod shared;
 mod silence;
 mod stages;
 mod steering;
+mod target_metrics;
 mod verdict;
 
 pub use access::{AccessLine, AccessQueues, Ended, Leg};
 pub use keys::{ClientKeys, OutboundHeaders};
 pub use live::{LiveCell, LiveSettings};
-pub use metrics::{RequestMetrics, TargetTotals, Totals};
+pub use metrics::{RequestMetrics, RouterLabel, Totals};
 pub use service::{RouterService, Surface, metrics_response};
 pub use shared::{
     ControlAsk, ControlPlane, DisaggregationSettings, InflightCaps, Lifecycle, PrefillRelease, RouterMode, Settings,
@@ -50,3 +51,4 @@ pub use shared::{
 pub use silence::SilenceLimits;
 pub use stages::Stage;
 pub use steering::{Steering, SteeringSettings};
+pub use target_metrics::{Series, TargetFamilies, TargetHandles, TargetTotals};

@@ -18,7 +18,7 @@ use super::prompts::{DEFAULT_BLOCK_TOKENS, Prompts};
 use super::service::{Handles, RouterService, Scratch};
 use super::stages::Stage;
 use super::steering::{SessionName, Turn};
-use crate::breaker::{Admission, BreakerSettings, Probe, admission_of};
+use crate::breaker::{Admission, BreakerSettings, Probe, admission_of, trouble_of};
 use crate::decode_demand::Reservation;
 use crate::fleet::{Fleet, HealthState, RecordId, Target, Worker};
 use crate::hash::BlockHash;
@@ -42,6 +42,8 @@ pub(super) struct Picked {
     pub(super) session: Option<Lease>,
     /// Present when the request tries a worker that the circuit breaker has opened.
     pub(super) probe: Cell<Option<Probe>>,
+    /// Its worker was not to be asked, but all others neither.
+    pub(super) is_in_need: bool,
     /// As it stood at the pick.
     pub(super) breaker: BreakerSettings,
 }
@@ -94,7 +96,7 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Res
     let is_chosen_well = shortlist(service, view, wish, &mut scratch.indexes, &mut ForARequest)?;
     loop {
         let chosen = choose(service, view, wish, &mut scratch, &mut ForARequest).ok_or(NoPick::NoneLeft)?;
-        let picked = chosen.booked(service, view, wish).ok_or(NoPick::NoneLeft)?;
+        let mut picked = chosen.booked(service, view, wish).ok_or(NoPick::NoneLeft)?;
         let left = &mut scratch.indexes;
         if is_chosen_well && picked.has_lost_its_probe() {
             // Another shard has taken the probe, or the worker was opened, in this very moment.
@@ -102,6 +104,10 @@ pub(super) fn pick(service: &RouterService, view: &View, wish: &Wish<'_>) -> Res
             if !left.is_empty() {
                 continue;
             }
+        }
+        if !is_chosen_well {
+            picked.breaker.asked_in_need(&picked.worker.health);
+            picked.is_in_need = true;
         }
         let query = scratch.queries.took();
         if !query.is_zero() {
@@ -153,8 +159,8 @@ fn shortlist<W: Witness>(
     Ok(leave_out_ailing(service, &view.fleet, indexes, witness))
 }
 
-/// Leaves out workers that the circuit breaker has opened or that have asked for time. Where that leaves nobody, all stay
-/// in: a wrong verdict must not take a model down. Tells whether all that are left may be asked.
+/// Leaves out workers that the circuit breaker has opened or that have asked for time. Where that leaves nobody, those stay
+/// in that are least in trouble: a wrong verdict must not take a model down. Tells whether all that are left may be asked.
 fn leave_out_ailing<W: Witness>(
     service: &RouterService,
     fleet: &Fleet,
@@ -171,19 +177,29 @@ fn leave_out_ailing<W: Witness>(
             if W::BOOKS { live.breaker.admission(health, now_ms) } else { admission_of(health.read(), now_ms) };
         admission != Admission::Excluded
     };
-    let is_anyone_left = indexes.iter().any(may_be_asked);
-    if is_anyone_left {
-        indexes.retain(|index| {
-            let stays = may_be_asked(index);
-            if !stays {
-                witness.left_out(*index, LeftOut::Breaker);
-            }
-            stays
-        });
-    } else {
+    // One look at each: what another shard changes between two of them must not leave nobody.
+    let mut kept = keep(indexes, |index| may_be_asked(index).then_some(0));
+    let is_anyone_left = kept > 0;
+    if !is_anyone_left {
         witness.breaker_overruled();
+        kept = keep(indexes, |index| Some(trouble_of(fleet.targets[*index as usize].worker.health.read())));
     }
+    indexes.drain(kept..).for_each(|index| witness.left_out(index, LeftOut::Breaker));
     is_anyone_left
+}
+
+/// Brings those of the least rank to the front, in their order, and gives their number. Without any all stay as they were.
+fn keep(indexes: &mut [u32], rank: impl Fn(&u32) -> Option<u32>) -> usize {
+    let (mut kept, mut least) = (0, u32::MAX);
+    for place in 0..indexes.len() {
+        let Some(rank) = rank(&indexes[place]).filter(|rank| *rank <= least) else { continue };
+        if rank < least {
+            (kept, least) = (0, rank);
+        }
+        indexes.swap(kept, place);
+        kept += 1;
+    }
+    kept
 }
 
 /// A target, and what was decided beside it.
@@ -381,7 +397,7 @@ impl Chosen {
         let target = &view.fleet.targets[self.index as usize];
         let address = target.worker.address?;
         let shared = &service.shared;
-        let handles = service.handles.of(&shared.metrics, target);
+        let handles = service.handles.of(&shared.metrics.targets, target);
         handles.picks.inc();
         let (cache_hits, request_blocks) = match &self.by_cost {
             // What images stand for is no block of a cache.
@@ -433,6 +449,7 @@ impl Chosen {
             _reservation: self.reservation,
             session: self.session,
             probe: Cell::new(probe),
+            is_in_need: false,
             breaker,
         })
     }
@@ -508,5 +525,27 @@ impl Session<'_> {
 
     fn place_of(&self, record: RecordId) -> Option<usize> {
         self.indexes.iter().position(|index| self.fleet.targets[*index as usize].record_id == record)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::keep;
+
+    #[test]
+    fn the_least_stay_in_their_order_and_nobody_is_lost_where_none_may() {
+        let check = |ranks: &[Option<u32>], expected: &[u32]| {
+            let mut indexes: Vec<u32> = (0..ranks.len() as u32).collect();
+            let kept = keep(&mut indexes, |index| ranks[*index as usize]);
+            assert_eq!(&indexes[..kept], expected, "{ranks:?}");
+            let mut all = indexes.clone();
+            all.sort_unstable();
+            assert_eq!(all, (0..ranks.len() as u32).collect::<Vec<_>>(), "{ranks:?}");
+            assert!(kept > 0 || indexes.is_sorted(), "{ranks:?}");
+        };
+        check(&[], &[]);
+        check(&[None, None, None], &[]);
+        check(&[None, Some(0), None, Some(0), Some(0)], &[1, 3, 4]);
+        check(&[Some(3), Some(1), Some(2), Some(1), Some(0), Some(4), Some(0)], &[4, 6]);
     }
 }

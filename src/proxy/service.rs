@@ -20,12 +20,12 @@ use super::dialect::Dialect;
 use super::exchange;
 use super::explain;
 use super::live::{LiveCopy, LiveSettings};
-use super::metrics::TargetHandles;
 use super::peers::Peers;
 use super::queries::Queries;
 use super::shared::{ControlAsk, Shared};
 use super::silence::Streams;
 use super::stages::Stage;
+use super::target_metrics::{TargetHandles, TargetMetrics};
 use crate::api::{self, ApiError, Endpoint};
 use crate::index::View;
 use crate::prompt::PromptTimes;
@@ -310,4 +310,4 @@ pub fn metrics_response(page: String) -> Response {
 }
 
 /// Shared by the parts of one request on one shard.
-pub(super) type Handles = Rc<super::metrics::TargetMetrics>;
+pub(super) type Handles = Rc<TargetMetrics>;

@@ -87,7 +87,10 @@ impl Picked {
 
     /// The worker has answered to the end, and well.
     pub fn succeeded(&self) {
-        let change = self.breaker.succeeded(&self.worker.health, self.probe.take());
+        let mut change = self.breaker.succeeded(&self.worker.health, self.probe.take());
+        if self.is_in_need {
+            change = change.or(self.breaker.succeeded_in_need(&self.worker.health));
+        }
         tell(&self.worker, change);
     }
 

@@ -3,10 +3,6 @@
 //! The first term is the prefill that the target would have to compute, the second the load that is
 //! already on it (`super::LoadTerm`; in the plain formula its active blocks). Raising a target's load never makes it more likely, more cache never less.
 
-/// What a block in host memory is worth where one in device memory counts 1, unless `--kv-host-tier-weight` says
-/// otherwise.
-pub const HOST_TIER_WEIGHT: f64 = 0.5;
-
 /// What is known of one target when a request is picked for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {

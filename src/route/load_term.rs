@@ -64,6 +64,15 @@ impl LoadTerm {
             LoadTerm::Active => 1.0,
         }
     }
+
+    /// What a block in host memory is worth where one in device memory counts 1, unless the command line says otherwise.
+    /// By `bench --bin simulate -- --host-tokens`; nothing in the plain formula.
+    pub const fn host_tier_weight(self) -> f64 {
+        match self {
+            LoadTerm::Queue => 0.5,
+            LoadTerm::Active => 0.0,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -85,6 +94,6 @@ mod tests {
             assert_eq!(LoadTerm::Queue.of(role), LoadTerm::Queue);
         }
         assert_eq!(LoadTerm::Queue.of(Role::Decode), LoadTerm::Active);
-        assert_eq!(LoadTerm::Active.overlap_weight(), 1.0);
+        assert_eq!((LoadTerm::Active.overlap_weight(), LoadTerm::Active.host_tier_weight()), (1.0, 0.0));
     }
 }

@@ -15,7 +15,7 @@ pub use candidates::{Topology, TopologyError, by_load, topology, untried};
 pub use facts::{BodyFacts, FactsScan};
 pub use hints::Retention;
 pub use images::{IMAGE_BLOCKS, ImageKey, ImageLru, ImageTable};
-pub use kv_aware::{Candidate, Choice, HOST_TIER_WEIGHT, Terms, cost, pick, pick_noted};
+pub use kv_aware::{Candidate, Choice, Terms, cost, pick, pick_noted};
 pub use load_term::{LoadTerm, LoadWeights};
 pub use recent::{PickCounter, RecentLoad, charge, recent_blocks};
 pub use round_robin::RoundRobin;

@@ -1,5 +1,6 @@
 //! Clients that check what they get, and some that misbehave. A wrong answer panics; an honest error is counted.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,15 +13,22 @@ use crate::support::client::{Answer, Connection, request};
 #[derive(Debug, Default)]
 pub struct Tally {
     pub right: u64,
-    /// Honest errors: a status of the router or of an engine, a cut answer that shows that it is cut.
-    pub errors: u64,
+    /// Honest errors by cause: a status of the router or of an engine, an answer that shows that it is cut.
+    pub causes: BTreeMap<String, u64>,
     /// Requests given up by their client.
     pub left: u64,
 }
 
 impl Tally {
-    pub fn plus(self, other: Self) -> Self {
-        Self { right: self.right + other.right, errors: self.errors + other.errors, left: self.left + other.left }
+    pub fn plus(mut self, other: Self) -> Self {
+        for (cause, count) in other.causes {
+            *self.causes.entry(cause).or_default() += count;
+        }
+        Self { right: self.right + other.right, causes: self.causes, left: self.left + other.left }
+    }
+
+    pub fn errors(&self) -> u64 {
+        self.causes.values().sum()
     }
 }
 
@@ -52,7 +60,7 @@ pub fn run(address: SocketAddr, mut random: fastrand::Rng, faulty: bool, is_over
             let closes = answer.header("connection").is_some_and(|value| value.eq_ignore_ascii_case("close"));
             match asked.verdict(&answer) {
                 Verdict::Right => tally.right += 1,
-                Verdict::Error => tally.errors += 1,
+                Verdict::Error(cause) => *tally.causes.entry(cause).or_default() += 1,
             }
             if closes || !answer.complete {
                 break;
@@ -94,7 +102,15 @@ struct Asked {
 
 enum Verdict {
     Right,
-    Error,
+    /// An honest one, and its cause.
+    Error(String),
+}
+
+/// The words of a message without what differs from one to the next.
+fn cause_of(status: u16, message: &str) -> String {
+    let words =
+        message.split([' ', ',', ';', ':']).filter(|word| !word.contains(|letter: char| letter.is_ascii_digit()));
+    format!("{status} {}", words.take(12).collect::<Vec<_>>().join(" "))
 }
 
 impl Asked {
@@ -112,11 +128,12 @@ impl Asked {
         match answer.status {
             200 => self.served(answer),
             429 | 500 | 502 | 503 | 504 => {
-                if answer.complete {
-                    let message = &answer.json()["error"]["message"];
-                    assert!(message.is_string(), "{} says nothing: {}", answer.status, answer.text());
+                if !answer.complete {
+                    return Verdict::Error(cause_of(answer.status, "cut"));
                 }
-                Verdict::Error
+                let message = answer.json()["error"]["message"].as_str().map(str::to_owned);
+                let message = message.unwrap_or_else(|| panic!("{} says nothing: {}", answer.status, answer.text()));
+                Verdict::Error(cause_of(answer.status, &message))
             }
             other => panic!("{other} is no honest answer: {}", answer.text()),
         }
@@ -126,7 +143,7 @@ impl Asked {
         let mut text_of_it = answer.text();
         if !self.is_stream {
             if !answer.complete {
-                return Verdict::Error;
+                return Verdict::Error(cause_of(200, "cut body"));
             }
             assert_eq!(answer.json()["text"], text(&self.id, self.words), "another request's answer");
             return Verdict::Right;
@@ -153,7 +170,7 @@ impl Asked {
             _ => false,
         };
         assert!(is_honest, "{} of {} agree, then {rest:?}; complete: {}", agreeing, self.words + 1, answer.complete);
-        Verdict::Error
+        Verdict::Error(cause_of(200, &format!("stream {}", rest.first().unwrap_or(&"cut"))))
     }
 }
 

@@ -79,12 +79,25 @@ fn storms_leave_nothing_behind() {
 
     // Some of every kind of request first, so that caches and buffers have their size.
     let calm = storm(&router, &etcd, &engines, seed, Duration::from_secs(3).min(duration), false);
-    assert_eq!(calm.errors, 0, "without faults every answer is right: {calm:?}");
+    assert_eq!(calm.errors(), 0, "without faults every answer is right: {calm:?}");
     settle(&router, &engines);
     let before = usage(&router);
 
     let tally = storm(&router, &etcd, &engines, seed, duration, true);
-    eprintln!("{tally:?}");
+    eprintln!("{tally:#?}");
+    // Half of the engines never die: what was not begun yet is nearly always served by another one.
+    let before_an_answer: u64 = tally.causes.iter().filter(|(cause, _)| !cause.starts_with("200")).map(|it| it.1).sum();
+    assert!(
+        before_an_answer <= tally.right / 10,
+        "seed {seed}: {before_an_answer} errors that a retry would have spared"
+    );
+    for family in [
+        "infera_router_retries_total",
+        "infera_router_retries_refused_total",
+        "infera_router_worker_breaker_trips_total",
+    ] {
+        eprintln!("{family} {}", router.metric_sum(family));
+    }
     settle(&router, &engines);
     let allowed = before.resident_bytes + before.resident_bytes / 10 + (8 << 20);
     // A shard gives memory back after a second without a request.
@@ -98,7 +111,7 @@ fn storms_leave_nothing_behind() {
         after.resident_bytes >> 20
     );
     assert!(tally.right > 100, "seed {seed}: hardly anything was served: {tally:?}");
-    assert!(tally.errors > 10, "seed {seed}: no storm at all: {tally:?}");
+    assert!(tally.errors() > 10, "seed {seed}: no storm at all: {tally:?}");
     assert!(after.descriptors <= before.descriptors + 4, "seed {seed}: descriptors leak");
     assert!(after.resident_bytes <= allowed, "seed {seed}: memory leaks");
     assert_eq!(router.metric_sum("infera_router_panics_total"), 0.0, "seed {seed}");

@@ -105,6 +105,47 @@ fn a_worker_that_fails_is_asked_three_times_and_then_left_alone() {
     assert_eq!((cut, cutting.requests(), good.requests()), (3, 3, 7));
 }
 
+/// A worker that fails at once is never busy: where all are open it must not get all requests while another one serves.
+#[test]
+fn b50_where_all_are_open_the_one_that_serves_is_found_and_kept() {
+    for policy in ["kv-aware", "round-robin"] {
+        let (serving, dial) = turnable(500);
+        let (refusing, _) = turnable(503);
+        let arguments = ["--breaker-cooldown-s", "60", "--request-max-retries", "0"];
+        let router = router()
+            .policy(policy)
+            .worker(dead_address())
+            .worker(refusing.address)
+            .worker(serving.address)
+            .args(&arguments)
+            .ready();
+        wait_until("all are open", || {
+            router.post("/v1/completions", BODY);
+            trips(&router) == 3.0
+        });
+        dial.store(200, Ordering::SeqCst);
+        let failed = (0..50).filter(|_| router.post("/v1/completions", BODY).status != 200).count();
+        // Each of the other two may be asked first, once more than the one that serves has been asked in need so far.
+        assert!(failed <= 6, "{policy}: {failed} of 50");
+        assert_eq!(state(&router, &serving), "closed");
+        assert_eq!(trips(&router), 3.0);
+    }
+}
+
+/// A request that nobody has read is no second one: its way to another worker costs the fleet nothing.
+#[test]
+fn b50_a_worker_that_cannot_be_reached_is_replaced_without_a_budget() {
+    let good = json_worker("{}");
+    let arguments = ["--breaker-failure-threshold", "0", "--retry-budget-percent", "0"];
+    let router = router().round_robin().worker(dead_address()).worker(good.address).args(&arguments).ready();
+    for _ in 0..400 {
+        assert_eq!(router.post("/v1/completions", BODY).status, 200);
+    }
+    // More than a budget without a share would have let through.
+    assert!(router.metric_sum("infera_router_retries_total") >= 200.0);
+    assert_eq!(router.metric_sum("infera_router_retries_refused_total"), 0.0);
+}
+
 #[test]
 fn one_request_at_a_time_tries_a_worker_that_has_failed() {
     let (is_well, is_held) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 
+use crate::support::client::{Connection, request};
 use crate::support::router::{Router, router};
 use crate::support::wait_until;
 use crate::support::worker::json_worker;
@@ -129,6 +130,30 @@ fn what_clients_make_up_makes_no_series() {
     assert_eq!(page(&router).len(), before);
 }
 
+/// Pages are made beside the shard: a request that comes behind many scrapes is answered before them.
+fn scrapes_hold_up_no_shard(router: &Router) {
+    let mut health = Connection::open(router.address);
+    let scrapes: Vec<Connection> = (0..30)
+        .map(|_| {
+            let mut scrape = Connection::open(router.address);
+            scrape.send(&request("GET", "/metrics", "", b""));
+            scrape
+        })
+        .collect();
+    health.send(&request("GET", "/health", "", b""));
+    assert_eq!(health.answer("GET").status, 200);
+    let is_answered = |scrape: &&Connection| {
+        scrape.stream().set_nonblocking(true).unwrap();
+        scrape.stream().peek(&mut [0]).is_ok()
+    };
+    let answered = scrapes.iter().filter(is_answered).count();
+    assert!(answered < scrapes.len(), "the request waited for {answered} pages");
+    for mut scrape in scrapes {
+        scrape.stream().set_nonblocking(false).unwrap();
+        assert_eq!(scrape.answer("GET").status, 200);
+    }
+}
+
 #[test]
 fn a_thousand_workers_are_a_page_and_leave_none() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -150,6 +175,7 @@ fn a_thousand_workers_are_a_page_and_leave_none() {
     assert!(samples.iter().any(|(_, labels, _)| labels.get("target").is_some_and(|target| target == "w\"7\\")));
     // Workers that nobody was sent to, and whose breaker is closed, take no more than their load.
     assert!(samples.len() < 1_000 * 5 + 500, "{} samples", samples.len());
+    scrapes_hold_up_no_shard(&router);
     std::fs::write(file.path(), serde_json::to_string(&records[..1]).unwrap()).unwrap();
     active(1.0);
     assert!(page(&router).len() < 600);

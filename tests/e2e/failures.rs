@@ -93,27 +93,34 @@ fn b04_a_client_error_of_a_worker_is_not_tried_elsewhere() {
 
 #[test]
 fn b51_a_cut_stream_is_neither_replayed_nor_finished_politely() {
-    let cutting = worker(|_, conversation| {
-        conversation.sse_head();
-        conversation.chunk("data: {\"t\":\"A\"}\n\n");
-        conversation.chunk("data: {\"t\":\"B\"}\n\n");
-        conversation.reset()
-    });
-    let other = worker(|_, conversation| {
-        conversation.sse_head();
-        conversation.chunk("data: {\"t\":\"A\"}\n\n");
-        conversation.reset()
-    });
-    let router = router().round_robin().worker(cutting.address).worker(other.address).ready();
-    let answer = router.post("/v1/chat/completions", r#"{"model":"m","stream":true}"#);
-    assert_eq!(answer.status, 200);
-    assert!(!answer.complete, "a cut stream must not end with the final chunk");
-    let text = answer.text();
-    assert!(text.contains("\"A\"") && !text.contains("[DONE]"), "{text}");
-    assert_eq!(text.matches("worker_failed").count(), 1, "one error event: {text}");
-    assert_eq!(cutting.requests() + other.requests(), 1);
-    router.wait_for_rest();
-    assert_eq!(router.metric(r#"infera_requests_total{outcome="error",router="mixed"}"#), Some(1.0));
+    // Whatever was asked for and whatever has come: a comment or an empty delta is a byte too.
+    let bodies = [
+        r#"{"model":"m","stream":true}"#,
+        r#"{"model":"m","stream":true,"n":2,"logprobs":true,"max_tokens":5,"min_tokens":4}"#,
+        r#"{"model":"m","stream":true,"response_format":{"type":"json_schema","json_schema":{"name":"s","schema":{}}}}"#,
+    ];
+    for (body, said) in
+        bodies.into_iter().zip(["data: {\"t\":\"A\"}\n\n", ": ping\n\n", "data: {\"delta\":{\"role\":\"a\"}}\n\n"])
+    {
+        let cutting = || {
+            worker(move |_, conversation| {
+                conversation.sse_head();
+                conversation.chunk(said);
+                conversation.reset()
+            })
+        };
+        let (one, other) = (cutting(), cutting());
+        let router = router().round_robin().worker(one.address).worker(other.address).ready();
+        let answer = router.post("/v1/chat/completions", body);
+        assert_eq!(answer.status, 200);
+        assert!(!answer.complete, "a cut stream must not end with the final chunk");
+        let text = answer.text();
+        assert!(text.starts_with(said) && !text.contains("[DONE]"), "{text}");
+        assert_eq!(text.matches("worker_failed").count(), 1, "one error event: {text}");
+        assert_eq!(one.requests() + other.requests(), 1);
+        router.wait_for_rest();
+        assert_eq!(router.metric(r#"infera_requests_total{outcome="error",router="mixed"}"#), Some(1.0));
+    }
 
     // Cut behind its end: clients stop reading there, and must not meet an error event.
     let behind = worker(|_, conversation| {
@@ -149,6 +156,21 @@ fn b02_a_reused_connection_that_dies_is_replayed_once_on_a_fresh_one() {
         }
     }
     assert_eq!(router.metric_sum("infera_router_retries_total"), 0.0);
+    assert_eq!(router.metric_sum("infera_router_worker_breaker_trips_total"), 0.0);
+    assert_eq!(router.breaker_of(fragile.address), "closed");
+}
+
+#[test]
+fn b50_a_large_body_is_sent_whole_to_the_next_worker() {
+    let reading = worker(|_, conversation| conversation.reset());
+    let healthy = json_worker(r#"{"from":"healthy"}"#);
+    let router = router().round_robin().worker(reading.address).worker(healthy.address).ready();
+    let body = format!(r#"{{"model":"m","prompt":"{}"}}"#, "0123456789abcdef".repeat(512 << 10));
+    for _ in 0..2 {
+        assert_eq!(router.post("/v1/completions", &body).status, 200);
+    }
+    assert!(reading.requests() >= 1);
+    assert!(healthy.seen().iter().all(|seen| seen.body == body.as_bytes()), "another body arrived");
 }
 
 #[test]
@@ -178,6 +200,29 @@ fn b52_ambiguous_framing_is_refused_and_nothing_reaches_the_worker() {
     check(format!("{head}X-Long: {}\r\n\r\n", "y".repeat(100_000)).as_bytes(), 431);
     assert_eq!(worker.requests(), 0);
     assert_eq!(client::get(router.address, "/health").status, 200);
+}
+
+/// A body that breaks in what came with its head: nothing has gone out yet, so the client reads who is to blame.
+#[test]
+fn b52_an_answer_that_breaks_at_its_first_chunk_is_a_502_and_the_workers_fault() {
+    for broken in
+        ["zz\r\n".to_owned(), format!("2;{}\r\n{{}}\r\n0\r\n\r\n", "e".repeat(100_000)), "2\r\n{}\r\nzz\r\n".to_owned()]
+    {
+        for kind in ["application/json", "text/event-stream"] {
+            let answer =
+                format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n{broken}");
+            let worker = worker(move |_, conversation| {
+                conversation.write(answer.as_bytes());
+                Then::KeepAlive
+            });
+            let router = router_of(&worker, &["--breaker-failure-threshold", "1"]);
+            let answer = router.post("/v1/completions", BODY);
+            assert_eq!((answer.status, answer.complete), (502, true), "{kind} {broken:?}: {}", answer.text());
+            assert!(answer.text().contains("not valid HTTP"), "{}", answer.text());
+            assert_eq!(router.breaker_of(worker.address), "open");
+            router.wait_for_rest();
+        }
+    }
 }
 
 /// An engine that tells of its failure inside the stream and is cut behind that has told it: the client gets one error event.

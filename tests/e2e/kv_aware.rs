@@ -1,5 +1,7 @@
 //! Routing by KV events, with simulated engines that store, evict and announce blocks of their own.
 
+use std::time::{Duration, Instant};
+
 use loadgen::engine::events::EngineStyle;
 use loadgen::engine::faults::Faults;
 use loadgen::engine::{Engine, EngineConfig, EngineHandle};
@@ -332,14 +334,25 @@ fn b58_long_prompts_do_not_hold_up_the_shard() {
     let router =
         router().engine(&engine).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
     wait_for_feeds(&router, 1);
-    let text: String = (0..40_000).map(|number| format!("word{} ", number * 7919 % 10_007)).collect();
-    let address = router.address;
-    let posting = std::thread::spawn(move || client::post(address, "/v1/chat/completions", &chat(&text)).status);
+    let encoding = || router.metric(r#"infera_router_stage_seconds_sum{stage="encode"}"#).unwrap_or(0.0);
     let mut health = Connection::open(router.address);
-    while !posting.is_finished() {
-        health.send(&client::request("GET", "/health", "", b""));
-        assert_eq!(health.answer("GET").status, 200);
-    }
-    assert_ne!(posting.join().unwrap(), 500);
+    // The machine's other work may hold up anybody once; a shard that encodes is held up each time.
+    let is_undisturbed = (0..5).any(|round| {
+        let text: String = (0..150_000).map(|number| format!("{round}word{} ", number * 7919 % 10_007)).collect();
+        let (address, before) = (router.address, encoding());
+        let posting = std::thread::spawn(move || client::post(address, "/v1/chat/completions", &chat(&text)).status);
+        let mut worst = Duration::ZERO;
+        while !posting.is_finished() {
+            let asked = Instant::now();
+            health.send(&client::request("GET", "/health", "", b""));
+            assert_eq!(health.answer("GET").status, 200);
+            worst = worst.max(asked.elapsed());
+        }
+        assert_ne!(posting.join().unwrap(), 500);
+        let took = encoding() - before;
+        println!("encoded in {took} s, the shard was away for {worst:?} at most");
+        took > 0.0 && worst.as_secs_f64() < took / 2.0
+    });
+    assert!(is_undisturbed, "no answer came while a prompt was encoded");
     router.wait_for_rest();
 }

@@ -12,7 +12,7 @@ use infera_router::fleet::{Slot, TargetDemand, TargetId, TargetLoad};
 use infera_router::hash::{BlockHash, prompt_blocks};
 use infera_router::index::{Hits, Mirror, Tree, View};
 use infera_router::load::{Booking, Ledger, LedgerMessage, LedgerSink};
-use infera_router::route::{self, Candidate, HOST_TIER_WEIGHT, LoadTerm, LoadWeights, PickCounter, RecentLoad};
+use infera_router::route::{self, Candidate, LoadTerm, LoadWeights, PickCounter, RecentLoad};
 use infera_router::worker::Role;
 use loadgen::engine::content::Content;
 use loadgen::engine::scheduler::{CacheEvent, Memory};
@@ -53,7 +53,7 @@ impl Options {
             overlap_weight: term.overlap_weight(),
             load: term.weights(),
             recent_load: RecentLoad::default(),
-            host_credit: HOST_TIER_WEIGHT,
+            host_credit: term.host_tier_weight(),
             demand: None,
             knowledge: Knowledge::Events,
         }

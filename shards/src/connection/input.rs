@@ -28,6 +28,8 @@ const BODY_BYTES_FIRST: usize = 256 << 10;
 const QUICK_GAP_MS: u64 = 1000;
 /// So many quick requests in a row make a connection wait by a posted read.
 const QUICK_REQUESTS: u8 = 3;
+/// Empty lines that may precede a request; old clients send one behind a body.
+const EMPTY_LINES_MAX: usize = 16;
 /// Bytes read in a row before the task lets others run.
 const BYTES_PER_TURN: usize = 256 << 10;
 
@@ -234,11 +236,17 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
         let limits = &self.client.shard.limits;
         let (head_timeout, head_bytes_max) = (limits.head_timeout, limits.head_bytes_max);
         let mut scan = HeadScan::default();
+        let mut empty_lines = 0;
         let mut deadline_ms = None;
         loop {
-            while self.input.bytes.starts_with(b"\r\n") {
-                // Empty lines before a request line are ignored (RFC 9112, section 2.2).
-                self.input.consume(2);
+            // Empty lines before a request line are ignored (RFC 9112, section 2.2), but not without end.
+            let empty = self.input.bytes.chunks_exact(2).take_while(|line| *line == b"\r\n").count();
+            if empty > 0 {
+                empty_lines += empty;
+                if empty_lines > EMPTY_LINES_MAX {
+                    return Err(self.refused(Malformed("too many empty lines before a request").into()));
+                }
+                self.input.consume(2 * empty);
                 scan = HeadScan::default();
             }
             // Another protocol's greeting may never come to a line's end.

@@ -278,6 +278,10 @@ impl Upstream {
                     scan = HeadScan::default();
                 }
                 None => {
+                    // What speaks another protocol may never come to a line's end.
+                    if connection.buffer.first().is_some_and(|byte| *byte != b'H' && *byte != b'\r') {
+                        return Err(UpstreamErrorKind::BadResponse("an answer begins with its version"));
+                    }
                     if connection.buffer.len() >= self.0.config.response_head_bytes_max {
                         return Err(UpstreamErrorKind::TooLarge);
                     }

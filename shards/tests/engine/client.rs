@@ -206,6 +206,7 @@ fn refusals() -> Vec<(Vec<u8>, u16)> {
     for length in ["+5", "5, 5", "0x5", "18446744073709551616", "5\r\nContent-Length: 6", ""] {
         add(&format!("{post}Content-Length: {length}\r\n\r\nhello{smuggled}"), 400);
     }
+    add(&format!("{}{smuggled}", "\r\n".repeat(17)), 400);
     add(&format!("{post}Content-Length: 101\r\n\r\n{}{smuggled}", "x".repeat(101)), 413);
     add(&format!("{post}Transfer-Encoding: chunked\r\n\r\n65\r\n{}\r\n0\r\n\r\n{smuggled}", "x".repeat(101)), 413);
     add(&format!("{post}Transfer-Encoding: chunked\r\n\r\n64\r\n{}\r\n1\r\n", "x".repeat(100)), 413);
@@ -239,6 +240,16 @@ fn ambiguous_and_oversized_messages_are_refused_and_never_continued() {
         }
         let stats = engine.stats();
         assert_eq!((stats.requests, stats.rejections), (0, count));
+    }
+}
+
+#[test]
+fn a_few_empty_lines_before_a_request_are_skipped() {
+    let engine = TestEngine::start(DRIVERS[0], nowhere());
+    let mut client = engine.connect();
+    for _ in 0..3 {
+        client.send(format!("{}GET /hello HTTP/1.1\r\nHost: t\r\n\r\n", "\r\n".repeat(16)));
+        assert_eq!(client.answer().text(), "hello");
     }
 }
 

@@ -198,6 +198,8 @@ fn answers_that_break_the_rules_are_502_and_their_connections_go() {
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         "not http at all\r\n\r\n",
         "HTTP/1.1 200 OK\r\nX: a\0b\r\n\r\n",
+        // The first frame of HTTP/2, which ends no line.
+        "\0\0\x12\x04\0\0\0\0\0",
     ];
     for driver in DRIVERS {
         for message in bad {

@@ -140,3 +140,29 @@ fn b40_kv_of_a_client_that_left_between_the_legs_is_freed() {
     at_rest(&router);
     assert_eq!(router.metric("infera_router_pd_stranded_transfers_total"), Some(0.0));
 }
+
+/// The short request that is to free the KV ends in some other way. Its status says who has the KV then.
+#[test]
+fn b40_kv_that_the_short_request_did_not_free_is_counted_once() {
+    // A 5xx comes from an engine that has looked for the KV; a 4xx and a reset from one that may not have.
+    for (ending, result, stranded) in
+        [("200", "ok", 0.0), ("500", "failed", 0.0), ("400", "failed", 1.0), ("reset", "failed", 1.0)]
+    {
+        let prefill = worker(|_, conversation| {
+            conversation.wait_for_end_of_requests();
+            conversation.json(200, &format!(r#"{{"kv_transfer_params":{HANDOFF}}}"#));
+            Then::Close
+        });
+        let decode = worker(move |_, conversation| match ending.parse() {
+            Ok(status) => conversation.json(status, "{}"),
+            Err(_) => conversation.reset(),
+        });
+        let router = nixl(&[prefill.address], &[decode.address]);
+        leave_when(&router, r#"{"model":"m","prompt":"x"}"#, || prefill.requests() == 1);
+        let counted = format!(r#"infera_router_pd_aborts_total{{result="{result}"}}"#);
+        wait_until(&format!("the short request is counted ({ending})"), || router.metric(&counted) == Some(1.0));
+        router.wait_for_rest();
+        assert_eq!(router.metric("infera_router_pd_stranded_transfers_total"), Some(stranded), "{ending}");
+        assert_eq!(router.metric_sum("infera_router_pd_aborts_total"), 1.0, "{ending}");
+    }
+}

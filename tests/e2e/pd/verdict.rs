@@ -171,6 +171,44 @@ fn b47_a_prefill_leg_behind_its_decode_leg_is_judged_too() {
     assert_eq!(router.breaker_of(decode.address), "closed");
 }
 
+/// A leg that is open is left out of pairs, and tried again by one request after its rest; its partner is not.
+#[test]
+fn b47_an_open_leg_is_left_out_and_one_pair_tries_it_again() {
+    for role in ["prefill", "decode"] {
+        let is_well = Arc::new(AtomicBool::new(false));
+        let seen_well = is_well.clone();
+        let ailing = leg(move |seen, conversation| match (seen_well.load(Ordering::SeqCst), role) {
+            (false, _) => conversation.json(500, "{}"),
+            (true, "prefill") => prefill(seen, conversation),
+            (true, _) => answer_as_asked(seen, conversation),
+        });
+        let (prefill, decode) = (prefilling(), decoding());
+        let mut records = pair_of("vllm-nixl", &[prefill.address], &[decode.address]);
+        records.insert(0, record(ailing.address, role, "vllm-nixl", json!({})));
+        let arguments = ["--breaker-failure-threshold", "1", "--breaker-cooldown-s", "0.3"];
+        let router = start(&records, |start| start.args(&arguments));
+        let ask = || assert!(router.post("/v1/completions", BODY).complete);
+        wait_until("the fault is found", || {
+            ask();
+            trips(&router) == 1.0
+        });
+        is_well.store(true, Ordering::SeqCst);
+        // Without requests it stays open: nobody else tries it.
+        assert_eq!(router.breaker_of(ailing.address), "open", "{role}");
+        let before = bodies(&ailing).len();
+        wait_until("a request tries it", || {
+            ask();
+            router.breaker_of(ailing.address) == "closed"
+        });
+        assert_eq!(trips(&router), 1.0, "{role}");
+        assert!(bodies(&ailing).len() > before, "{role}: closed without a try");
+        for well in [&prefill, &decode] {
+            assert_eq!(router.breaker_of(well.address), "closed", "{role}");
+        }
+        at_rest(&router);
+    }
+}
+
 #[test]
 fn b50_pairs_pay_into_the_retry_budget_and_are_bound_by_it() {
     let failing = || leg(|_, conversation| conversation.json(500, "{}"));
