@@ -43,6 +43,9 @@ struct Arguments {
     /// Small JSON requests of a round; a tenth of that for streams.
     #[arg(long, default_value_t = 20_000)]
     requests: usize,
+    /// Only scenarios whose name begins so.
+    #[arg(long)]
+    only: Option<String>,
 }
 
 /// Requests of a run before those that are measured: a process that has just begun touches its memory for the first time.
@@ -80,7 +83,6 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: Arguments) -> Result<bool> {
-    ensure!(arguments.rounds > 0 && arguments.requests >= 2000, "at least one round of 2,000 requests");
     let interrupt = Interrupt::install()?;
     let host = Host::describe(raise_descriptor_limit()?);
     let program = arguments.router.map_or_else(build_router, Ok)?;
@@ -99,7 +101,8 @@ fn run(arguments: Arguments) -> Result<bool> {
         routers.push(rival.start(backend.address(), directory.path(), cores, (&request, &payload), &interrupt)?);
     }
     let mut rows = Vec::new();
-    for scenario in ALL.iter().filter(|scenario| SCENARIOS.contains(&scenario.name)) {
+    let only = arguments.only.as_deref().unwrap_or("");
+    for scenario in ALL.iter().filter(|it| SCENARIOS.contains(&it.name) && it.name.starts_with(only)) {
         backend.set_answer(scenario.answer());
         let requests = if scenario.streams() { arguments.requests / 10 } else { arguments.requests };
         let mut pairs = vec![Vec::new(); routers.len()];
