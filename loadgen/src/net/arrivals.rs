@@ -30,10 +30,12 @@ const EVENTS_MAX: usize = 512;
 const STOP: u64 = u64::MAX;
 /// The peer has ended its side: a short read is not the last one.
 const ENDED: epoll::EventFlags = epoll::EventFlags::RDHUP.union(epoll::EventFlags::HUP).union(epoll::EventFlags::ERR);
-/// What is waited for, told once each time that it becomes so: before the first request, and from then on.
+/// What is waited for, told once each time that it becomes so: to be connected or to have room for more of a request; and
+/// what arrives.
 const ROOM: epoll::EventFlags = epoll::EventFlags::OUT.union(epoll::EventFlags::ET);
-const WATCHED: epoll::EventFlags =
-    epoll::EventFlags::IN.union(epoll::EventFlags::OUT).union(epoll::EventFlags::RDHUP).union(epoll::EventFlags::ET);
+const BYTES: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::RDHUP).union(epoll::EventFlags::ET);
+/// Reads of one connection after which its acknowledgements are delayed anew.
+const DELAYED_EVERY: u32 = 8;
 
 /// All connections of a thread. The last one to be dropped ends the reading.
 #[derive(Clone)]
@@ -74,6 +76,7 @@ pub struct Link {
     is_read: Cell<bool>,
     /// The socket may take more than it last did.
     has_room: Cell<bool>,
+    reads: Cell<u32>,
     /// The peer has closed it, or said something that nobody asked for.
     is_dead: Cell<bool>,
     response: RefCell<Response>,
@@ -134,6 +137,7 @@ impl Arrivals {
             owner: self.0.clone(),
             is_read: Cell::new(false),
             has_room: Cell::new(false),
+            reads: Cell::new(0),
             is_dead: Cell::new(false),
             response: RefCell::default(),
             sink: RefCell::default(),
@@ -237,15 +241,15 @@ impl Link {
         self.response.borrow_mut().begin();
         *self.sink.borrow_mut() = Some(sink);
         if self.haste == Haste::AtOnce && !self.is_read.replace(true) {
-            self.watch()?;
+            self.watch(BYTES)?;
         }
         Ok(())
     }
 
-    /// Makes the epoll tell of what is there, told before or not.
-    fn watch(&self) -> io::Result<()> {
+    /// Makes the epoll tell of these from now on, and of what is there already, told before or not.
+    fn watch(&self, flags: epoll::EventFlags) -> io::Result<()> {
         let place = epoll::EventData::new_u64(self.place as u64);
-        Ok(epoll::modify(&self.owner.epoll, &self.socket, place, WATCHED)?)
+        Ok(epoll::modify(&self.owner.epoll, &self.socket, place, flags)?)
     }
 
     /// Whether any byte of the answer has arrived.
@@ -261,6 +265,7 @@ impl Link {
                 Ok(count) => sent += count,
                 Err(Errno::AGAIN) => {
                     self.has_room.set(false);
+                    self.watch(if self.is_read.get() { ROOM | BYTES } else { ROOM })?;
                     self.room().await;
                 }
                 Err(Errno::INTR) => {}
@@ -310,7 +315,7 @@ impl Link {
         if flags.intersects(epoll::EventFlags::OUT | ENDED) && !self.has_room.replace(true) {
             self.wake();
         }
-        if !self.is_read.get() {
+        if !self.is_read.get() || !flags.intersects(epoll::EventFlags::IN | ENDED) {
             return;
         }
         for _ in 0..READS_IN_A_ROW {
@@ -321,7 +326,7 @@ impl Link {
                 None => return,
             }
         }
-        if self.watch().is_err() {
+        if self.watch(BYTES).is_err() {
             self.end(true);
         }
     }
@@ -330,6 +335,12 @@ impl Link {
     fn receive(&self, buffer: &mut [u8]) -> Option<usize> {
         if self.is_dead.get() {
             return None;
+        }
+        let reads = self.reads.replace(self.reads.get().wrapping_add(1));
+        if reads.is_multiple_of(DELAYED_EVERY) {
+            // A socket that only receives acknowledges every piece in the read that takes it, which costs as much as the read.
+            // This makes it one for two; the kernel forgets it after a pause.
+            let _ = sockopt::set_tcp_quickack(&self.socket, false);
         }
         match rustix::io::retry_on_intr(|| rustix::net::recv(&self.socket, &mut *buffer, RecvFlags::empty())) {
             Ok((0, _)) => self.end(false),
