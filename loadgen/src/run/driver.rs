@@ -53,11 +53,9 @@ pub fn execute(config: RunConfig) -> Result<RunResult> {
     let (began, cpu_before) = run.began.get().unwrap_or_else(|| (Instant::now(), thread_cpu()));
     let (wall, cpu) = (began.elapsed(), thread_cpu().saturating_sub(cpu_before));
     let duration = run.measured.get().map_or(Duration::ZERO, |(first, last)| last.saturating_duration_since(first));
-    let record = run.record.take();
-    let per_second = |count: u64| count as f64 / duration.as_secs_f64().max(1e-9);
     Ok(RunResult {
-        goodput_rps: run.config.slo.map(|_| per_second(record.slo_met)),
-        record,
+        has_limits: run.config.slo.is_some(),
+        record: run.record.take(),
         duration,
         cpu_share: cpu.as_secs_f64() / wall.as_secs_f64().max(1e-9),
         cpu,
