@@ -5,6 +5,9 @@
 //! `INFERA_CHAOS_SECONDS` sets how long the storm lasts (default 15), `INFERA_CHAOS_SEED` repeats one. Three storms of ten
 //! minutes at full load:
 //!
+//! Memory is `VmRSS`, in a process without transparent huge pages: with them one page in use anywhere counts as 2 MiB, and
+//! how many such regions are touched at rest is chance (6 to 14 MiB of 23 before any fault, nearly all of it zeros).
+//!
 //! ```text
 //! for seed in 1 2 3; do INFERA_CHAOS_SECONDS=600 INFERA_CHAOS_SEED=$seed cargo test --test chaos -- --nocapture; done
 //! ```
@@ -73,6 +76,7 @@ fn storms_leave_nothing_behind() {
     let router = router()
         .args(&["--discovery-backend", "etcd", "--etcd-endpoint", &endpoint, "--breaker-cooldown-s", "0.2"])
         .args(&["--request-max-retries", "2", "--http-req-idle-timeout-s", "1", "--upstream-first-byte-timeout-s", "2"])
+        .env("MIMALLOC_ALLOW_THP", "0")
         .env("RUST_LOG", "error,infera_router=info,infera_router::proxy=error,infera_router::discovery=error")
         .start();
     wait_until("all engines are known", || router.metric_sum("infera_router_active_workers") == ENGINES as f64);
@@ -99,16 +103,16 @@ fn storms_leave_nothing_behind() {
         eprintln!("{family} {}", router.metric_sum(family));
     }
     settle(&router, &engines);
-    let allowed = before.resident_bytes + before.resident_bytes / 10 + (8 << 20);
+    let allowed = before.resident_bytes + before.resident_bytes / 10;
     // A shard gives memory back after a second without a request.
     wait_until(&format!("memory goes back (seed {seed})"), || usage(&router).resident_bytes <= allowed);
     let after = usage(&router);
     eprintln!(
-        "descriptors {} -> {}, resident {} -> {} MiB",
+        "descriptors {} -> {}, resident {} -> {} KiB",
         before.descriptors,
         after.descriptors,
-        before.resident_bytes >> 20,
-        after.resident_bytes >> 20
+        before.resident_bytes >> 10,
+        after.resident_bytes >> 10
     );
     assert!(tally.right > 100, "seed {seed}: hardly anything was served: {tally:?}");
     assert!(tally.errors() > 10, "seed {seed}: no storm at all: {tally:?}");
