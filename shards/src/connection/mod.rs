@@ -92,20 +92,20 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
         match outcome {
             Exchange::Done if responder.may_continue() => {}
             Exchange::Done if responder.is_complete() => return Box::pin(farewell(&client)).await,
-            Exchange::Done if responder.started() => return,
+            Exchange::Done if responder.started() => return responder.break_off(),
             Exchange::Done => return Box::pin(internal_error(&*service, &mut responder, peer)).await,
             Exchange::Panicked(panic) => {
                 shard::report_panic(&*panic, "service");
                 if !responder.started() {
                     Box::pin(internal_error(&*service, &mut responder, peer)).await;
                 }
-                return;
+                return responder.break_off();
             }
             Exchange::ClientGone => {
                 client.shard.counters.client_aborts.add(1);
                 return;
             }
-            Exchange::Stopped => return,
+            Exchange::Stopped => return responder.break_off(),
         }
     }
 }
