@@ -88,11 +88,22 @@ pub struct Responder {
     pub(super) http10: bool,
     to_head_request: bool,
     keep_alive: bool,
+    /// Nothing but the connection's end will tell the client that the answer is over.
+    ends_by_close: bool,
+}
+
+impl Drop for Responder {
+    fn drop(&mut self) {
+        if self.ends_by_close && self.state == State::Started {
+            self.client.stream.reset_at_end();
+        }
+    }
 }
 
 impl Responder {
     pub(super) fn new(client: Rc<Client>, method: &Method, http10: bool, keep_alive: bool) -> Responder {
-        Responder { client, state: State::Fresh, http10, to_head_request: *method == Method::HEAD, keep_alive }
+        let to_head_request = *method == Method::HEAD;
+        Responder { client, state: State::Fresh, http10, to_head_request, keep_alive, ends_by_close: false }
     }
 
     /// A byte of the answer was handed to the client's socket: no other answer is possible any more.
@@ -157,6 +168,7 @@ impl Responder {
 
     /// Fixes what becomes of the connection, as the head will say. `delimited`: the client can see the answer's end.
     pub(super) fn after(&mut self, delimited: bool) -> After {
+        self.ends_by_close = !delimited;
         self.keep_alive &= delimited && !self.client.shard.draining.get();
         match (self.keep_alive, self.http10) {
             (false, _) => After::Close,

@@ -196,6 +196,14 @@ impl Stream {
         }
     }
 
+    /// The connection will end with a reset and not with FIN: what was sent last was not the end. Over TLS the missing
+    /// close_notify says so.
+    pub(crate) fn reset_at_end(&self) {
+        if !self.is_secure() {
+            let _ = sockopt::set_socket_linger(self.0.socket.descriptor(), Some(Duration::ZERO));
+        }
+    }
+
     /// Sends FIN and keeps reading possible. Errors mean that the peer is gone already.
     pub(crate) fn shutdown_write(&self) {
         self.announce_end();

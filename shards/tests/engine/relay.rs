@@ -267,6 +267,64 @@ fn a_broken_answer_until_close_gets_no_final_chunk() {
     cut_answer("HTTP/1.1 200 OK\r\n\r\nabc", true, "3\r\nabc\r\n", "body: the connection broke inside the answer");
 }
 
+/// Without chunks or a length the end of the connection is the end of the answer: a cut one must not end like a whole one.
+#[test]
+fn a_cut_answer_until_close_ends_with_a_reset() {
+    for driver in DRIVERS {
+        for (target, sent, expected) in [
+            ("/p", "3\r\nabc\r\n0\r\n\r\n", Ok("abc")),
+            ("/p", "3\r\nabc\r\n", Err("abc")),
+            ("/shout", "4\r\nabc\n\r\n0\r\n\r\n", Ok("ABC\n!")),
+            ("/shout", "4\r\nabc\n\r\n", Err("ABC\n!")),
+        ] {
+            let upstream = Upstream::start(move |mut served| {
+                served.request();
+                served.send(format!("{STREAM}{sent}"));
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            client.send(format!("GET {target} HTTP/1.0\r\n\r\n"));
+            assert_eq!(client.head().status, 200);
+            client.read_until(expected.unwrap_or_else(|cut| cut).as_bytes());
+            let mut rest = Vec::new();
+            let end = std::io::Read::read_to_end(&mut client.stream, &mut rest).map_err(|error| error.kind());
+            match expected {
+                Ok(_) => assert_eq!((end, rest.len()), (Ok(0), 0), "{target} {sent:?}"),
+                Err(_) => assert_eq!(end, Err(std::io::ErrorKind::ConnectionReset), "{target} {sent:?}"),
+            }
+        }
+    }
+}
+
+/// What is kept from the client of an answer that ends too early is its final chunk, however that is written.
+#[test]
+fn an_unfinished_answer_keeps_its_head_and_its_payload() {
+    for driver in DRIVERS {
+        for (pieces, expected) in [
+            (&["3\r\nabc\r\n0\r\n\r\n"][..], "3\r\nabc\r\nb\r\ndata: cut\n\n\r\n"),
+            (&["3\r\nabc\r\n0;x=y\r\n\r\n"], "3\r\nabc\r\nb\r\ndata: cut\n\n\r\n"),
+            (&["3\r\nabc\r\n", "0;x=y\r\n\r\n"], "3\r\nabc\r\n"),
+            (&["3\r\nabc\r\n0", ";x=y\r\n\r\n"], "3\r\nabc\r\n0"),
+            (&["3\r\nabc\r\n0\r\n", "\r\n"], "3\r\nabc\r\n0\r\n"),
+        ] {
+            let upstream = Upstream::start(move |mut served| {
+                served.request();
+                served.send(format!("{STREAM}{}", pieces[0]));
+                for piece in &pieces[1..] {
+                    std::thread::sleep(Duration::from_millis(30));
+                    served.send(piece);
+                }
+                served.until_closed();
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            client.send("GET /unfinished HTTP/1.1\r\nHost: t\r\n\r\n");
+            assert_eq!(client.head().status, 200);
+            assert_eq!(String::from_utf8_lossy(&client.rest()), expected, "{pieces:?}");
+        }
+    }
+}
+
 #[test]
 fn a_chunk_that_breaks_the_rules_later_on_ends_both_connections() {
     let sent = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n";
