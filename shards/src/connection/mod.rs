@@ -99,7 +99,10 @@ pub(crate) async fn serve<S: Service>(
         match outcome {
             Exchange::Done if responder.may_continue() => {}
             Exchange::Done if responder.is_complete() => return Box::pin(farewell(&client)).await,
-            Exchange::Done if responder.started() => return,
+            Exchange::Done if responder.started() => {
+                client.shard.counters.client_aborts.add(u64::from(client.is_lost()));
+                return;
+            }
             Exchange::Done => return Box::pin(internal_error(&*service, &mut responder, peer)).await,
             Exchange::Panicked(panic) => {
                 shard::report_panic(&*panic, "service");

@@ -388,6 +388,7 @@ fn a_client_that_never_reads_is_given_up() {
         eventually("the stalled client is closed", || engine.stats().connections_open == 0);
         eventually("its upstream too", || upstream.closed.load(Ordering::SeqCst) == 1);
         assert_eq!(engine.seen.outcomes.lock().expect("not poisoned").as_slice(), ["client gone"]);
+        assert_eq!(engine.stats().client_aborts, 1);
         drop(client);
     }
 }
