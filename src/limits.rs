@@ -146,6 +146,9 @@ pub const PREFILL_ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Workers whose disaggregation parameters each shard keeps parsed.
 pub const PEERS_MAX: usize = 16_384;
 
+/// Refused connections of one request that do not count as its retries.
+pub const REFUSED_CONNECTIONS_MAX: usize = 16;
+
 /// Longest wait before the second retry of a request, milliseconds; it doubles with each further one.
 pub const RETRY_DELAY_MS: u64 = 25;
 pub const RETRY_DELAY_DOUBLINGS_MAX: usize = 5;

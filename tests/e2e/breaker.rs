@@ -1,5 +1,6 @@
 //! The circuit breaker, the retry budget and the caps, as clients and workers meet them.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
@@ -133,6 +134,24 @@ fn b50_where_all_are_open_the_one_that_serves_is_found_and_kept() {
 }
 
 /// A request that nobody has read is no second one: its way to another worker costs the fleet nothing.
+/// As many as are dead, though one retry is allowed: nothing but a living worker ends the search.
+#[test]
+fn b50_dead_workers_cost_no_retries() {
+    let good = json_worker("good");
+    let ask = |retries_max: &str| {
+        let arguments = ["--breaker-failure-threshold", "0", "--request-max-retries", retries_max];
+        let dead: Vec<SocketAddr> = (0..5).map(|_| dead_address()).collect();
+        let start = dead.iter().fold(router().round_robin(), |start, dead| start.worker(*dead));
+        let router = start.worker(good.address).args(&arguments).ready();
+        let statuses: Vec<u16> = (0..12).map(|_| router.post("/v1/completions", BODY).status).collect();
+        (statuses.iter().filter(|status| **status == 200).count(), router.metric_sum("infera_router_retries_total"))
+    };
+    let (served, retries) = ask("1");
+    assert_eq!(served, 12);
+    assert!(retries >= 12.0, "{retries}");
+    assert_eq!(ask("0"), (2, 0.0), "none are none");
+}
+
 #[test]
 fn b50_a_worker_that_cannot_be_reached_is_replaced_without_a_budget() {
     let good = json_worker("{}");
