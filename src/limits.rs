@@ -235,3 +235,5 @@ pub const DEPARTED_SERIES_MAX: usize = 4_096;
 pub const DIVERGED_MODELS_MAX: usize = 1_024;
 /// Members of a request body's object; each is remembered with its place, and the engines know about a hundred.
 pub const BODY_MEMBERS_MAX: usize = 4_096;
+/// Keys of clients (`--api-key-file`); each is compared with every request's, in some 10 ns.
+pub const CLIENT_KEYS_MAX: usize = 4_096;

@@ -1,4 +1,4 @@
-//! The control thread: answers what would take a shard too long (the metrics page, the overview), needs the mirrors
+//! The control thread: answers what would take a shard too long (the metrics page, the overview, the list of workers), needs the mirrors
 //! (cache view) or changes the process (the log's filter). Never touches a request.
 
 mod dashboard;
@@ -94,6 +94,9 @@ fn run(state: &AdminState, questions: &Receiver<Question>) {
             ControlAsk::LogLevel { filter } => log_level(&state.log, filter),
             ControlAsk::Overview => overview::overview(state, &history),
             ControlAsk::Dashboard => dashboard::page(),
+            ControlAsk::Workers => {
+                api::json_response(StatusCode::OK, &api::workers(&state.page.view.load_full().fleet))
+            }
             ControlAsk::Metrics => metrics_response(state.page.render()),
             ControlAsk::CacheView { worker_id, rank } => cache_view(state, &worker_id, rank),
         };

@@ -460,7 +460,7 @@ async fn relay(
                     picked.completed();
                     count((&picked.handles, &picked.handles), received, &observer.answer);
                 }
-                if !status.is_client_error() && !status.is_server_error() {
+                if status.as_u16() < 400 {
                     picked.succeeded();
                 }
                 Outcome::from(status)

@@ -54,6 +54,8 @@ fn b47_client_mistakes_do_not_open_the_breaker_and_faults_in_a_row_do() {
     // The only worker is asked all the same, and its own answer is the client's.
     block(503, 3, 1.0);
     block(200, 1, 1.0);
+    // A status that HTTP does not know is the worker's fault too.
+    block(777, 5, 2.0);
 }
 
 #[test]
@@ -216,9 +218,10 @@ fn one_request_at_a_time_tries_a_worker_that_has_failed() {
 
 #[test]
 fn a_worker_that_asks_for_time_gets_it() {
-    for status in [503, 429] {
+    let date = "Fri, 01 Jan 2100 00:00:30 GMT\r\nDate: Fri, 01 Jan 2100 00:00:00 GMT";
+    for (status, delay) in [(503, "30"), (429, "30"), (503, date), (429, date)] {
         let busy = worker(move |_, conversation| {
-            let head = format!("HTTP/1.1 {status} Busy\r\nRetry-After: 30\r\nContent-Length: 2\r\n\r\n{{}}");
+            let head = format!("HTTP/1.1 {status} Busy\r\nRetry-After: {delay}\r\nContent-Length: 2\r\n\r\n{{}}");
             conversation.write(head.as_bytes());
             Then::KeepAlive
         });
