@@ -44,6 +44,8 @@ pub(super) struct Picked {
     pub(super) probe: Cell<Option<Probe>>,
     /// Its worker was not to be asked, but all others neither.
     pub(super) is_in_need: bool,
+    /// It has failed the request, and was judged by that.
+    pub(super) has_failed: Cell<bool>,
     /// As it stood at the pick.
     pub(super) breaker: BreakerSettings,
 }
@@ -450,6 +452,7 @@ impl Chosen {
             session: self.session,
             probe: Cell::new(probe),
             is_in_need: false,
+            has_failed: Cell::new(false),
             breaker,
         })
     }
