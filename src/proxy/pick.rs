@@ -266,7 +266,10 @@ fn in_turn<W: Witness>(
     }
     witness.decided(DecidedBy::Turn);
     let index = match W::BOOKS {
-        true => service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes),
+        true => {
+            let is_known = |model: &Name| session.fleet.models.contains_key(model);
+            service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes, is_known)
+        }
         false => service.round_robin.borrow().peek(wish.model, wish.role, indexes),
     }?;
     let claimed = if W::BOOKS { session.claim(index) } else { None };
