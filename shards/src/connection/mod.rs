@@ -101,7 +101,7 @@ pub(crate) async fn serve<S: Service>(
             Exchange::Done if responder.is_complete() => return Box::pin(farewell(&client)).await,
             Exchange::Done if responder.started() => {
                 client.shard.counters.client_aborts.add(u64::from(client.is_lost()));
-                return;
+                return responder.break_off();
             }
             Exchange::Done => return Box::pin(internal_error(&*service, &mut responder, peer)).await,
             Exchange::Panicked(panic) => {
@@ -109,13 +109,13 @@ pub(crate) async fn serve<S: Service>(
                 if !responder.started() {
                     Box::pin(internal_error(&*service, &mut responder, peer)).await;
                 }
-                return;
+                return responder.break_off();
             }
             Exchange::ClientGone => {
                 client.shard.counters.client_aborts.add(1);
                 return;
             }
-            Exchange::Stopped => return,
+            Exchange::Stopped => return responder.break_off(),
         }
     }
 }

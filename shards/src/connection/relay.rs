@@ -43,7 +43,7 @@ pub(super) async fn run(
     relay.observer.passed_on();
     if let Some(at_boundary) = unfinished {
         let error = upstream.unfinished();
-        return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
+        return Box::pin(cut(responder, at_boundary, &mut relay, error)).await;
     }
     loop {
         match upstream.next_piece(shape, &mut *relay.observer).await {
@@ -55,7 +55,7 @@ pub(super) async fn run(
                 relay.observer.passed_on();
                 if let Some(at_boundary) = unfinished {
                     let error = upstream.unfinished();
-                    return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
+                    return Box::pin(cut(responder, at_boundary, &mut relay, error)).await;
                 }
             }
             Ok(None) => {
@@ -63,8 +63,8 @@ pub(super) async fn run(
                 return RelayOutcome::Complete;
             }
             Err(error) => {
-                let at_boundary = upstream.is_at_chunk_boundary();
-                return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
+                let at_boundary = is_at_boundary(shape, &upstream);
+                return Box::pin(cut(responder, at_boundary, &mut relay, error)).await;
             }
         }
     }
@@ -122,7 +122,12 @@ pub(super) async fn run_rewritten(
                 responder.complete();
                 return RelayOutcome::Complete;
             }
-            Some(Err(error)) => return RelayOutcome::UpstreamFailed(error),
+            Some(Err(error)) => {
+                if !body.is_empty() {
+                    responder.end_is_told();
+                }
+                return RelayOutcome::UpstreamFailed(error);
+            }
         }
     }
 }
@@ -191,9 +196,12 @@ fn final_chunk_in(body: &[u8]) -> Option<usize> {
     }
 }
 
-/// What the client is told of a cut: nothing where the answer has told it already.
-fn notice(relay: &mut Relay<'_>) -> Option<bytes::Bytes> {
-    relay.cut_notice.take().filter(|_| !relay.observer.has_ended())
+/// Whether a piece of our own may follow what has gone out so far.
+fn is_at_boundary(shape: BodyShape, upstream: &UpstreamResponse) -> bool {
+    match (shape, upstream.framing()) {
+        (BodyShape::Plain | BodyShape::Chunks, _) | (BodyShape::AsIs, Framing::Close { .. }) => true,
+        (BodyShape::AsIs, _) => upstream.is_at_chunk_boundary(),
+    }
 }
 
 /// The upstream failed inside the body. Whatever is still sent, the answer stays visibly incomplete: the responder does
@@ -202,18 +210,22 @@ fn notice(relay: &mut Relay<'_>) -> Option<bytes::Bytes> {
 async fn cut(
     responder: &mut Responder,
     at_boundary: bool,
-    notice: Option<bytes::Bytes>,
+    relay: &mut Relay<'_>,
     error: UpstreamError,
 ) -> RelayOutcome {
-    let Some(notice) = notice else { return RelayOutcome::UpstreamFailed(error) };
-    if !at_boundary {
+    if relay.observer.has_ended() {
+        responder.end_is_told();
         return RelayOutcome::UpstreamFailed(error);
     }
+    let Some(notice) = relay.cut_notice.take().filter(|_| at_boundary) else {
+        return RelayOutcome::UpstreamFailed(error);
+    };
     let mut out = buffers::take_large();
     push_piece(&mut out, &notice, !responder.http10);
     if responder.client.write_pooled(out).await.is_err() {
         return RelayOutcome::ClientGone;
     }
+    responder.end_is_told();
     RelayOutcome::UpstreamFailed(error)
 }
 

@@ -196,10 +196,11 @@ impl Stream {
         }
     }
 
-    /// The connection will end with a reset and not with FIN: what was sent last was not the end. Over TLS the missing
-    /// close_notify says so.
-    pub(crate) fn reset_at_end(&self) {
+    /// From now on closing sends RST, and what was not sent yet is lost: for an end that must not look like one. Over TLS the
+    /// missing close_notify says so.
+    pub(crate) fn reset_at_close(&self) {
         if !self.is_secure() {
+            // An error means that the connection is broken already.
             let _ = sockopt::set_socket_linger(self.0.socket.descriptor(), Some(Duration::ZERO));
         }
     }

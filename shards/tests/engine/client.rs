@@ -203,6 +203,8 @@ fn refusals() -> Vec<(Vec<u8>, u16)> {
     add(&format!("{post}Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n{smuggled}"), 400);
     add(&format!("{post}Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}"), 400);
     add(&format!("{post}Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n{smuggled}"), 400);
+    add(&format!("{post}Content-Length: 5\r\nTransfer_Encoding: chunked\r\n\r\nhello{smuggled}"), 400);
+    add(&format!("{post}Content_Length: 5\r\n\r\nhello{smuggled}"), 400);
     for length in ["+5", "5, 5", "0x5", "18446744073709551616", "5\r\nContent-Length: 6", ""] {
         add(&format!("{post}Content-Length: {length}\r\n\r\nhello{smuggled}"), 400);
     }

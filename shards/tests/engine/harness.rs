@@ -220,7 +220,7 @@ impl TestService {
                     set: &[(HeaderName::from_static("x-relayed"), HeaderValue::from_static("yes"))],
                     remove: &[HeaderName::from_static("x-secret")],
                     observer: &mut Record { seen: &self.seen, is_whole: request.target != "/unfinished" },
-                    cut_notice: Some(Bytes::from_static(b"data: cut\n\n")),
+                    cut_notice: (!request.target.starts_with("/quiet")).then(|| Bytes::from_static(b"data: cut\n\n")),
                 };
                 let outcome = match request.target.starts_with("/shout") {
                     true => responder.relay_rewritten(answer, relay, &mut Shout::default()).await,
@@ -447,6 +447,12 @@ impl<S: Read + Write> Client<S> {
     pub fn rest(&mut self) -> Vec<u8> {
         while self.fill() {}
         std::mem::take(&mut self.pending)
+    }
+
+    /// The same, and whether the end was a FIN or an error.
+    pub fn rest_and_end(&mut self) -> (Vec<u8>, std::io::Result<()>) {
+        let end = self.stream.read_to_end(&mut self.pending);
+        (std::mem::take(&mut self.pending), end.map(|_| ()))
     }
 }
 

@@ -264,18 +264,52 @@ fn a_cut_sized_answer_is_cut_for_the_client() {
 
 #[test]
 fn a_broken_answer_until_close_gets_no_final_chunk() {
-    cut_answer("HTTP/1.1 200 OK\r\n\r\nabc", true, "3\r\nabc\r\n", "body: the connection broke inside the answer");
+    let expected = "3\r\nabc\r\nb\r\ndata: cut\n\n\r\n";
+    cut_answer("HTTP/1.1 200 OK\r\n\r\nabc", true, expected, "body: the connection broke inside the answer");
 }
 
-/// Without chunks or a length the end of the connection is the end of the answer: a cut one must not end like a whole one.
+/// An HTTP/1.0 client knows an answer's end by its connection's, unless there is a length: nginx with its defaults is one.
+/// FIN would tell it that a cut answer is whole.
 #[test]
-fn a_cut_answer_until_close_ends_with_a_reset() {
+fn a_cut_answer_is_told_or_reset_for_an_old_client() {
+    let (chunked, until_close) = ("Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\n", "\r\nabc");
+    // `/quiet`: without a notice.
+    for (path, framing, expected) in [
+        ("/p", chunked, Ok("abcdata: cut\n\n")),
+        ("/quiet", chunked, Err("abc")),
+        ("/p", until_close, Ok("abcdata: cut\n\n")),
+        ("/quiet", until_close, Err("abc")),
+    ] {
+        for driver in DRIVERS {
+            let upstream = Upstream::start(move |mut served| {
+                served.request();
+                served.send(format!("HTTP/1.1 200 OK\r\n{framing}"));
+                // The bytes must arrive before the reset does.
+                std::thread::sleep(Duration::from_millis(50));
+                served.reset();
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            client.send(format!("GET {path} HTTP/1.0\r\n\r\n"));
+            assert_eq!(client.head().status, 200);
+            let (rest, end) = client.rest_and_end();
+            let seen = String::from_utf8_lossy(&rest);
+            let is_reset = end.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset);
+            assert_eq!(if is_reset { Err(&*seen) } else { Ok(&*seen) }, expected, "{path} {framing:?}");
+        }
+    }
+}
+
+/// The same where the worker just stops: only what was neither whole nor told ends with a reset.
+#[test]
+fn an_old_client_sees_whole_answers_end() {
     for driver in DRIVERS {
         for (target, sent, expected) in [
             ("/p", "3\r\nabc\r\n0\r\n\r\n", Ok("abc")),
-            ("/p", "3\r\nabc\r\n", Err("abc")),
+            ("/quiet", "3\r\nabc\r\n0\r\n\r\n", Ok("abc")),
+            ("/quiet", "3\r\nabc\r\n", Err("abc")),
             ("/shout", "4\r\nabc\n\r\n0\r\n\r\n", Ok("ABC\n!")),
-            ("/shout", "4\r\nabc\n\r\n", Err("ABC\n!")),
+            ("/shout", "4\r\nabc\n\r\n", Ok("ABC\n!")),
         ] {
             let upstream = Upstream::start(move |mut served| {
                 served.request();
