@@ -223,7 +223,7 @@ pub const HISTORY_SAMPLES: usize = 120;
 pub const LOG_FILTER_BYTES_MAX: usize = 4 << 10;
 /// Lines of one shard that wait for the access log's thread; further ones are lost and counted.
 pub const ACCESS_LINES_WAITING_MAX: usize = 16_384;
-/// Path, request id and model in a line of the access log, bytes each.
+/// Method, path, request id and model in a line of the access log, bytes each.
 pub const ACCESS_TEXT_BYTES_MAX: usize = 256;
 /// The configuration file (`--config`), bytes.
 pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;

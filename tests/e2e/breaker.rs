@@ -108,6 +108,23 @@ fn a_worker_that_fails_is_asked_three_times_and_then_left_alone() {
     assert_eq!((cut, cutting.requests(), good.requests()), (3, 3, 7));
 }
 
+/// A status of 500 is a fault, and so is a cut body: together they are still one failed request.
+#[test]
+fn an_answer_that_fails_by_its_status_and_is_cut_is_one_fault() {
+    let worker = worker(|_, conversation| {
+        conversation.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100\r\n\r\n{\"half\":");
+        Then::Close
+    });
+    let arguments = ["--breaker-failure-threshold", "2", "--request-max-retries", "0"];
+    let router = router().round_robin().worker(worker.address).args(&arguments).ready();
+    for expected_trips in [0.0, 1.0] {
+        let answer = router.post("/v1/completions", BODY);
+        assert_eq!((answer.status, answer.complete), (500, false));
+        router.wait_for_rest();
+        assert_eq!(trips(&router), expected_trips);
+    }
+}
+
 /// A worker that fails at once is never busy: where all are open it must not get all requests while another one serves.
 #[test]
 fn b50_where_all_are_open_the_one_that_serves_is_found_and_kept() {
