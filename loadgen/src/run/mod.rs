@@ -6,7 +6,7 @@ pub mod config;
 pub mod driver;
 pub mod manners;
 pub mod pace;
-mod reading;
+pub mod reading;
 pub mod record;
 pub mod recording;
 mod render;
