@@ -4,6 +4,7 @@
 pub mod answer;
 pub mod config;
 pub mod driver;
+pub mod endpoint;
 pub mod manners;
 pub mod pace;
 mod reading;

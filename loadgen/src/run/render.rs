@@ -1,5 +1,5 @@
-//! Owns the bytes of generated requests: pieces of a plan to the messages of a chat. Never draws a session and never sends
-//! anything.
+//! Owns the bytes of generated requests: pieces of a plan to the messages of a chat, or to one text for the endpoints that
+//! take that. Never draws a session and never sends anything.
 //!
 //! Texts are words of the shipped list, of which the shipped tokenizer makes one token each; other tokenizers make a few
 //! more. What a chat template and the spelling of tools add comes on top. Nothing here needs escaping in JSON.
@@ -11,6 +11,7 @@ use std::rc::Rc;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
+use super::endpoint::Endpoint;
 use crate::plan::{Kind, Piece, Turn};
 use crate::{seed, words};
 
@@ -20,12 +21,15 @@ const SHARED_BYTES_MAX: usize = 64 << 20;
 const TOOLS: u64 = 8;
 /// Tokens that the shipped tokenizer makes of a definition's members.
 const TOOL_OVERHEAD_TOKENS: usize = 90;
+/// Ends a message of a text, as it stands in JSON.
+const LINE_END: &str = "\\n";
 /// Words that a tool is called with.
 const ARGUMENT_WORDS: usize = 4;
 
 /// Makes bodies. One per run and thread.
 pub struct Renderer {
-    /// The body up to its messages.
+    endpoint: Endpoint,
+    /// The body up to its messages, or into its text.
     opening: String,
     is_stream: bool,
     has_tools: bool,
@@ -42,17 +46,22 @@ struct Shared {
 /// A conversation as far as it has come.
 #[derive(Clone, Debug, Default)]
 pub struct Chat {
-    /// Its messages as the elements of a JSON array.
+    /// Its messages as the elements of a JSON array; for an endpoint that takes a text, the inside of a JSON string.
     messages: String,
     tools: Option<Rc<str>>,
 }
 
 impl Renderer {
     /// `image_bytes`: length of a picture's reference.
-    pub fn new(model: &str, is_stream: bool, has_tools: bool, image_bytes: usize) -> Renderer {
+    pub fn new(endpoint: Endpoint, model: &str, is_stream: bool, has_tools: bool, image_bytes: usize) -> Renderer {
         let model = serde_json::Value::from(model);
-        let opening = format!("{{\"model\":{model},\"messages\":[");
-        Renderer { opening, is_stream, has_tools, image_bytes, shared: RefCell::default() }
+        let member = match endpoint {
+            Endpoint::Chat => "\"messages\":[",
+            Endpoint::Completions => "\"prompt\":\"",
+            Endpoint::Embeddings => "\"input\":\"",
+        };
+        let opening = format!("{{\"model\":{model},{member}");
+        Renderer { endpoint, opening, is_stream, has_tools, image_bytes, shared: RefCell::default() }
     }
 
     /// Adds what was answered to the turn before, as an assistant's message. `server`: the server's own words; those of
@@ -62,6 +71,10 @@ impl Renderer {
             Some(text) => serde_json::Value::from(text).to_string(),
             None => format!("\"{}\"", text(before.answer, before.answer_tokens)),
         };
+        if self.endpoint != Endpoint::Chat {
+            // As it was generated, directly behind the prompt, so that it is found where it is cached.
+            return chat.messages.extend([&content[1..content.len() - 1], LINE_END]);
+        }
         chat.messages.push_str(&format!(",{{\"role\":\"assistant\",\"content\":{content}"));
         if next.pieces.first().is_some_and(|piece| piece.kind == Kind::ToolResult) {
             let arguments = text(seed::mixed(before.answer, 1), ARGUMENT_WORDS);
@@ -77,6 +90,10 @@ impl Renderer {
 
     /// Adds a turn's own messages. `before` is the turn before, if there was one.
     pub fn add_turn(&self, chat: &mut Chat, turn: &Turn, before: Option<&Turn>) {
+        if self.endpoint != Endpoint::Chat {
+            self.push_texts(&mut chat.messages, &turn.pieces);
+            return chat.messages.push_str(LINE_END);
+        }
         let mut pieces = &turn.pieces[..];
         if let Some((system, rest)) = pieces.split_first().filter(|(piece, _)| piece.kind == Kind::System) {
             self.add_system(chat, system);
@@ -114,7 +131,16 @@ impl Renderer {
             false => "false",
         };
         let mut body = String::with_capacity(self.opening.len() + chat.messages.len() + tools.len() + 160);
-        body.extend([self.opening.as_str(), &chat.messages, "],\"max_tokens\":", &answer_tokens.to_string()]);
+        body.extend([self.opening.as_str(), &chat.messages]);
+        body.push_str(match self.endpoint {
+            Endpoint::Chat => "]",
+            Endpoint::Completions => "\"",
+            Endpoint::Embeddings => {
+                body.push_str("\"}");
+                return body;
+            }
+        });
+        body.extend([",\"max_tokens\":", &answer_tokens.to_string()]);
         body.extend([",\"temperature\":0,\"ignore_eos\":true,\"stream\":", stream]);
         if !tools.is_empty() {
             body.extend([",\"tools\":[", tools, "]"]);
@@ -141,7 +167,7 @@ impl Renderer {
                 out.push(' ');
             }
             match piece.kind {
-                Kind::Document => out.push_str(&self.shared(piece)),
+                Kind::System | Kind::Document => out.push_str(&self.shared(piece)),
                 _ => push_words(out, &mut generator(piece.name), piece.tokens),
             }
         }
