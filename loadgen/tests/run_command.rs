@@ -38,10 +38,16 @@ fn generated_requests_go_to_the_endpoint_that_was_told() {
     let engine = Engine::start(EngineConfig::default()).unwrap();
     let small =
         "--workload multi-turn --prefix-tokens 200 --suffix-tokens 8 --output-tokens 40 --requests 12 --turns 3";
-    check(&engine, &format!("{small} --endpoint completions --concurrency 2"), 0, "requests 12   errors 0");
-    assert_eq!(engine.state().totals().generated_tokens, 12 * 40);
+    for (number, endpoint) in ["completions", "responses", "messages"].into_iter().enumerate() {
+        for manner in ["", "--unary"] {
+            let arguments = format!("{small} --endpoint {endpoint} --concurrency 2 --seed {number} {manner}");
+            check(&engine, &arguments, 0, "requests 12   errors 0");
+        }
+    }
+    let generated = engine.state().totals().generated_tokens;
+    assert_eq!(generated, 6 * 12 * 40);
     check(&engine, &format!("{small} --endpoint embeddings --concurrency 2"), 0, "requests 12   errors 0");
-    assert_eq!(engine.state().totals().generated_tokens, 12 * 40, "embeddings generate nothing");
+    assert_eq!(engine.state().totals().generated_tokens, generated, "embeddings generate nothing");
     let trace = format!("--trace {FIXTURES}/trace.jsonl --concurrency 4 --unary");
     check(&engine, &format!("{trace} --endpoint completions"), 0, "errors 0");
     check(&engine, "--workload images --endpoint completions", 1, "--endpoint chat");

@@ -17,6 +17,7 @@ pub mod scrape;
 pub mod slo;
 #[cfg(test)]
 mod test_support;
+mod typed;
 #[cfg(test)]
 mod wire_tests;
 pub mod workload;

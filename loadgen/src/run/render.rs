@@ -49,6 +49,8 @@ pub struct Chat {
     /// Its messages as the elements of a JSON array; for an endpoint that takes a text, the inside of a JSON string.
     messages: String,
     tools: Option<Rc<str>>,
+    /// Where it stands apart.
+    system: Option<Rc<str>>,
 }
 
 impl Renderer {
@@ -56,7 +58,8 @@ impl Renderer {
     pub fn new(endpoint: Endpoint, model: &str, is_stream: bool, has_tools: bool, image_bytes: usize) -> Renderer {
         let model = serde_json::Value::from(model);
         let member = match endpoint {
-            Endpoint::Chat => "\"messages\":[",
+            Endpoint::Chat | Endpoint::Messages => "\"messages\":[",
+            Endpoint::Responses => "\"input\":[",
             Endpoint::Completions => "\"prompt\":\"",
             Endpoint::Embeddings => "\"input\":\"",
         };
@@ -71,12 +74,12 @@ impl Renderer {
             Some(text) => serde_json::Value::from(text).to_string(),
             None => format!("\"{}\"", text(before.answer, before.answer_tokens)),
         };
-        if self.endpoint != Endpoint::Chat {
+        if self.endpoint.takes_text() {
             // As it was generated, directly behind the prompt, so that it is found where it is cached.
             return chat.messages.extend([&content[1..content.len() - 1], LINE_END]);
         }
         chat.messages.push_str(&format!(",{{\"role\":\"assistant\",\"content\":{content}"));
-        if next.pieces.first().is_some_and(|piece| piece.kind == Kind::ToolResult) {
+        if self.endpoint == Endpoint::Chat && next.pieces.first().is_some_and(|piece| piece.kind == Kind::ToolResult) {
             let arguments = text(seed::mixed(before.answer, 1), ARGUMENT_WORDS);
             chat.messages.push_str(&format!(
                 ",\"tool_calls\":[{{\"id\":\"{}\",\"type\":\"function\",\"function\":{{\"name\":\"{}\",\
@@ -90,7 +93,7 @@ impl Renderer {
 
     /// Adds a turn's own messages. `before` is the turn before, if there was one.
     pub fn add_turn(&self, chat: &mut Chat, turn: &Turn, before: Option<&Turn>) {
-        if self.endpoint != Endpoint::Chat {
+        if self.endpoint.takes_text() {
             self.push_texts(&mut chat.messages, &turn.pieces);
             return chat.messages.push_str(LINE_END);
         }
@@ -101,6 +104,7 @@ impl Renderer {
         }
         if let ([result], Some(before)) = (pieces, before)
             && result.kind == Kind::ToolResult
+            && self.endpoint == Endpoint::Chat
         {
             let result = text(result.name, result.tokens);
             let message = format!(",{{\"role\":\"tool\",\"tool_call_id\":\"{}\",\"content\":\"", call_id(before));
@@ -125,25 +129,29 @@ impl Renderer {
 
     /// The body that asks for an answer of so many tokens.
     pub fn body(&self, chat: &Chat, answer_tokens: usize) -> String {
-        let tools = chat.tools.as_deref().unwrap_or("");
-        let stream = match self.is_stream {
-            true => "true,\"stream_options\":{\"include_usage\":true}",
-            false => "false",
+        let (tools, system) = (chat.tools.as_deref().unwrap_or(""), chat.system.as_deref());
+        let (closing, most) = match self.endpoint {
+            Endpoint::Chat | Endpoint::Messages => ("]", ",\"max_tokens\":"),
+            Endpoint::Responses => ("]", ",\"max_output_tokens\":"),
+            Endpoint::Completions => ("\"", ",\"max_tokens\":"),
+            Endpoint::Embeddings => ("\"}", ""),
         };
-        let mut body = String::with_capacity(self.opening.len() + chat.messages.len() + tools.len() + 160);
-        body.extend([self.opening.as_str(), &chat.messages]);
-        body.push_str(match self.endpoint {
-            Endpoint::Chat => "]",
-            Endpoint::Completions => "\"",
-            Endpoint::Embeddings => {
-                body.push_str("\"}");
-                return body;
-            }
-        });
-        body.extend([",\"max_tokens\":", &answer_tokens.to_string()]);
-        body.extend([",\"temperature\":0,\"ignore_eos\":true,\"stream\":", stream]);
+        let bytes = self.opening.len() + chat.messages.len() + tools.len() + system.map_or(0, str::len);
+        let mut body = String::with_capacity(bytes + 160);
+        body.extend([self.opening.as_str(), &chat.messages, closing]);
+        if !self.endpoint.generates() {
+            return body;
+        }
+        body.extend([most, &answer_tokens.to_string()]);
+        body.extend([",\"temperature\":0,\"ignore_eos\":true,\"stream\":", &self.is_stream.to_string()]);
+        if self.is_stream && matches!(self.endpoint, Endpoint::Chat | Endpoint::Completions) {
+            body.push_str(",\"stream_options\":{\"include_usage\":true}");
+        }
         if !tools.is_empty() {
             body.extend([",\"tools\":[", tools, "]"]);
+        }
+        if let Some(system) = system {
+            body.extend([",\"system\":\"", system, "\""]);
         }
         body.push('}');
         body
@@ -151,7 +159,11 @@ impl Renderer {
 
     fn add_system(&self, chat: &mut Chat, system: &Piece) {
         let mut words = *system;
-        if self.has_tools {
+        if self.endpoint == Endpoint::Messages {
+            chat.system = Some(self.shared(&words));
+            return;
+        }
+        if self.has_tools && self.endpoint == Endpoint::Chat {
             // One half says what to do, the other what there is to do it with.
             words.tokens = (system.tokens / 2).max(1);
             let tools = Piece { tokens: system.tokens - system.tokens / 2, kind: Kind::ToolResult, ..*system };

@@ -115,6 +115,27 @@ fn a_text_grows_by_lines_and_by_the_answer_as_it_was_given() {
 }
 
 #[test]
+fn responses_and_messages_have_their_own_members_and_no_tools() {
+    let agents = |endpoint| {
+        let workload = Workload { endpoint, ..Workload::generated(Shape::Agents.recipe(), 40, "m", 2) };
+        assert!(prepared(&workload, "").iter().all(|request| &*request.path == endpoint.path()));
+        bodies(&workload, "thinking").swap_remove(1)
+    };
+    let roles = |messages: &Value| -> Vec<String> {
+        messages.as_array().unwrap().iter().map(|it| it["role"].as_str().unwrap().to_owned()).collect()
+    };
+    let (responses, messages) = (agents(Endpoint::Responses), agents(Endpoint::Messages));
+    assert_eq!(roles(&responses["input"]), ["system", "user", "assistant", "user"]);
+    assert_eq!(roles(&messages["messages"]), ["user", "assistant", "user"]);
+    assert_eq!(messages["messages"][1], json!({"role": "assistant", "content": "thinking"}));
+    assert_eq!(messages["system"], responses["input"][0]["content"]);
+    assert_eq!(messages["max_tokens"], responses["max_output_tokens"]);
+    for body in [&responses, &messages] {
+        assert!(body["stream"] == true && body.get("tools").or(body.get("stream_options")).is_none(), "{body}");
+    }
+}
+
+#[test]
 fn the_next_text_begins_with_the_tokens_that_the_engine_has() {
     let model = TextModel::shipped().unwrap();
     let plan = Workload { endpoint: Endpoint::Completions, ..chats(5, false) }.plan();
