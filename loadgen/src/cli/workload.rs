@@ -10,6 +10,7 @@ use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use loadgen::plan::trace::read_trace;
 use loadgen::plan::{Documents, Images, Recipe, Shape, Shared};
+use loadgen::run::endpoint::Endpoint;
 use loadgen::run::recording::read_recording;
 use loadgen::run::workload::{Source, Workload};
 
@@ -63,6 +64,9 @@ pub struct WorkloadArguments {
     /// Replay recorded requests: JSON lines with `body`, `time` in seconds, and `path` where it is not the chat's.
     #[arg(long, value_name = "FILE")]
     recording: Option<PathBuf>,
+    /// What is asked; what is recorded goes where it went. Pictures are for chats only.
+    #[arg(long, value_enum, default_value = "chat", conflicts_with = "recording")]
+    endpoint: Endpoint,
     /// Requests [default: 200, or all of a file].
     #[arg(long)]
     requests: Option<usize>,
@@ -143,8 +147,13 @@ impl WorkloadArguments {
         } else {
             (Source::Generated(self.recipe()?), requests)
         };
+        let shows_pictures = matches!(&source, Source::Generated(recipe) if recipe.images.is_some());
+        ensure!(
+            self.endpoint == Endpoint::Chat || !shows_pictures,
+            "pictures can only be shown in chats: --endpoint chat"
+        );
         let (stream, scripted_answers, seed) = (!self.unary, self.scripted_answers, self.seed);
-        Ok(Workload { source, requests, model, stream, seed, scripted_answers })
+        Ok(Workload { source, endpoint: self.endpoint, requests, model, stream, seed, scripted_answers })
     }
 
     fn recipe(&self) -> Result<Recipe> {

@@ -69,6 +69,22 @@ fn names_are_taken_from_headers_or_not_at_all() {
     check(&[b"a\x1b[31m"], Err(NoSession::NotAscii));
 }
 
+/// One shard has read the clock just before a second began, another just after it, and the bucket is full.
+#[test]
+fn a_session_used_just_now_is_not_taken_for_the_longest_idle() {
+    let fixture = Fixture::new(1);
+    fixture.pass(9);
+    let older = 100..107;
+    older.clone().for_each(|session| assert_eq!(fixture.served(session, 1, &[1]), 1));
+    fixture.pass(1);
+    assert_eq!(fixture.served(200, 1, &[1]), 1);
+    fixture.now_s.fetch_sub(1, Ordering::Relaxed);
+    assert_eq!(fixture.served(300, 1, &[1]), 1);
+    let is_bound = |session| fixture.table.peek(key(session), |_| true).is_some();
+    assert!(is_bound(200) && is_bound(300));
+    assert_eq!(older.filter(|session| is_bound(*session)).count(), 6, "one of these gave way");
+}
+
 #[test]
 fn keys_differ_by_model_role_name_and_secret() {
     let keys = [
