@@ -240,3 +240,6 @@ pub const DIVERGED_MODELS_MAX: usize = 1_024;
 pub const BODY_MEMBERS_MAX: usize = 4_096;
 /// Keys of clients (`--api-key-file`); each is compared with every request's, in some 10 ns.
 pub const CLIENT_KEYS_MAX: usize = 4_096;
+/// What has come of request bodies that are still on their way, bytes, all shards together: whoever sends them has shown no
+/// key yet. Each shard may hold two of the longest, whatever its share is.
+pub const UNFINISHED_BODY_BYTES_MAX: usize = 1 << 30;

@@ -61,6 +61,9 @@ pub struct Limits {
     pub headers_max: usize,
     /// Request body after de-chunking, bytes; more is 413.
     pub body_bytes_max: usize,
+    /// What has come of all bodies of one shard that are still on their way, bytes; the one that goes beyond is answered 503.
+    /// Nobody has looked at their senders yet.
+    pub unfinished_body_bytes_max: usize,
     /// From the first byte of a head (or from accept) to its end; then 408. A TLS handshake has as long by itself.
     pub head_timeout: Duration,
     /// Longest pause between two pieces of a request body; then 408.
@@ -84,6 +87,7 @@ impl Default for Limits {
             head_bytes_max: 32 << 10,
             headers_max: 100,
             body_bytes_max: 64 << 20,
+            unfinished_body_bytes_max: 1 << 30,
             head_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(30),
             keep_alive_timeout: Duration::from_secs(75),

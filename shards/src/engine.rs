@@ -238,6 +238,7 @@ fn run_shard<S: Service>(seed: Seed, make_service: &dyn Fn(ShardContext) -> S, s
             tls: seed.config.tls.clone(),
             counters: seed.counters,
             draining: std::cell::Cell::new(false),
+            unfinished_body_bytes: std::cell::Cell::new(0),
         });
         shard::enter(&shard);
         let period = sweep_period(&seed.config.limits, &seed.config.upstream);

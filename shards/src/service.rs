@@ -70,6 +70,8 @@ pub enum RejectionKind {
     Timeout,
     /// The shard holds as many connections as it may (503).
     TooManyConnections,
+    /// The shard holds as much of unfinished bodies as it may (503).
+    TooManyBodies,
     /// The service panicked or returned without an answer (500).
     Internal,
 }

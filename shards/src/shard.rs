@@ -21,6 +21,8 @@ pub(crate) struct Shard {
     pub(crate) tls: Option<ServerTls>,
     pub(crate) counters: Arc<ShardCounters>,
     pub(crate) draining: Cell<bool>,
+    /// Bytes that have come of bodies which are still on their way.
+    pub(crate) unfinished_body_bytes: Cell<usize>,
 }
 
 thread_local! {

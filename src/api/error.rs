@@ -175,6 +175,7 @@ pub fn from_rejection(rejection: &Rejection) -> Response {
         RejectionKind::BodyTooLarge => "request_too_large",
         RejectionKind::Timeout => "request_timeout",
         RejectionKind::TooManyConnections => "too_many_connections",
+        RejectionKind::TooManyBodies => "too_many_bodies",
         RejectionKind::Internal => "internal_error",
     };
     error_response(rejection.status, kind, code, rejection.reason)

@@ -62,6 +62,11 @@ fn fitting(descriptors: usize) -> usize {
     ((descriptors - reserve) / 2).max(1)
 }
 
+/// Room of one shard for bodies that are still on their way.
+fn unfinished_body_bytes(shards: usize, body_bytes_max: usize) -> usize {
+    (limits::UNFINISHED_BODY_BYTES_MAX / shards.max(1)).max(body_bytes_max.saturating_mul(2))
+}
+
 /// What is wrong with a list of CPUs on this machine: their shards run unpinned.
 pub(super) fn unusable_cpus(cpus: &ShardCpus) -> Option<String> {
     let ShardCpus::List(named) = cpus else { return None };
@@ -152,6 +157,7 @@ impl Config {
         };
         engine.require_io_uring = self.require_io_uring;
         engine.limits.body_bytes_max = self.max_body_bytes;
+        engine.limits.unfinished_body_bytes_max = unfinished_body_bytes(self.shards, self.max_body_bytes);
         engine.limits.connections_max = self.connections_max.min(connections_that_fit()).div_ceil(self.shards);
         engine.limits.half_open_max = engine.limits.connections_max.div_ceil(2);
         engine.upstream.connect_timeout = self.upstream.connect;
@@ -170,6 +176,13 @@ mod tests {
     #[test]
     fn connections_leave_descriptors_for_everything_else() {
         assert_eq!([0, 1, 100, 1_024, 20_000, 1 << 20].map(fitting), [1, 1, 37, 384, 9_744, 524_032]);
+    }
+
+    #[test]
+    fn shards_share_the_room_for_unfinished_bodies_and_the_longest_fits_twice() {
+        let mib = |shards, body_mib: usize| unfinished_body_bytes(shards, body_mib << 20) >> 20;
+        assert_eq!([mib(1, 64), mib(4, 64), mib(64, 64), mib(1, 1_000)], [1_024, 256, 128, 2_000]);
+        assert_eq!(unfinished_body_bytes(1, usize::MAX), usize::MAX);
     }
 
     #[test]

@@ -65,11 +65,6 @@ impl EncoderPool {
     pub fn threads(&self) -> usize {
         self.threads.len()
     }
-
-    /// Jobs waiting, for a gauge.
-    pub fn queued(&self) -> usize {
-        self.queue.as_ref().map_or(0, Sender::len)
-    }
 }
 
 fn run(jobs: &Receiver<Job>) {

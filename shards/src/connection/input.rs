@@ -19,6 +19,7 @@ use crate::http1::request::{self, Refusal, RequestFraming, RequestHead};
 use crate::http1::{HeadScan, Malformed};
 use crate::net::{Peeked, Stream};
 use crate::service::{Rejection, RejectionKind, Request};
+use crate::shard::Shard;
 
 /// How long a connection on which nothing has come yet has for its first byte once there is a drain.
 const FIRST_REQUEST_GRACE: Duration = Duration::from_secs(1);
@@ -165,6 +166,35 @@ impl Drop for Input {
     }
 }
 
+/// What a body that is on its way holds of the shard's room for such; given back by drop.
+struct Unfinished<'a> {
+    shard: &'a Shard,
+    bytes: usize,
+}
+
+impl<'a> Unfinished<'a> {
+    fn new(shard: &'a Shard) -> Unfinished<'a> {
+        Unfinished { shard, bytes: 0 }
+    }
+
+    /// So many bytes of it have come; whether there is room for them.
+    fn holds(&mut self, bytes: usize) -> bool {
+        let all = self.shard.unfinished_body_bytes.get() - self.bytes + bytes;
+        if all > self.shard.limits.unfinished_body_bytes_max {
+            return false;
+        }
+        self.shard.unfinished_body_bytes.set(all);
+        self.bytes = bytes;
+        true
+    }
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        self.shard.unfinished_body_bytes.set(self.shard.unfinished_body_bytes.get() - self.bytes);
+    }
+}
+
 pub(super) struct Reader<'a, 'w, F> {
     pub(super) client: &'a Client,
     pub(super) input: &'a mut Input,
@@ -300,6 +330,7 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
     /// Reads a body of known length straight into its own buffer, which grows with what arrives, not with the claim.
     async fn sized_body(&mut self, length: usize, arm: &impl Fn(Wait) -> F) -> Result<Bytes, Ended> {
         let mut body = Vec::with_capacity(length.min(BODY_BYTES_FIRST));
+        let mut unfinished = Unfinished::new(&self.client.shard);
         let mut turn = 0;
         loop {
             let taken = self.input.bytes.len().min(length - body.len());
@@ -325,7 +356,7 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
                 self.input.absorb(body.split_off(length));
             }
             if body.len() < length {
-                self.more_body(arm).await?;
+                self.more_body(&mut unfinished, body.len(), arm).await?;
                 turn = 0;
             }
         }
@@ -335,6 +366,7 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
         let body_bytes_max = self.client.shard.limits.body_bytes_max;
         let mut chunked = Chunked::default();
         let mut body = Vec::new();
+        let mut unfinished = Unfinished::new(&self.client.shard);
         loop {
             let bytes = &self.input.bytes;
             let fed = chunked.feed(bytes, |range| body.extend_from_slice(&bytes[range]));
@@ -346,12 +378,25 @@ impl<F: Future<Output = Woken>> Reader<'_, '_, F> {
             if chunked.is_done() {
                 return Ok(Bytes::from(body));
             }
-            self.more_body(arm).await?;
+            self.more_body(&mut unfinished, body.len(), arm).await?;
         }
     }
 
-    /// Takes more of a body into the input buffer.
-    async fn more_body(&mut self, arm: &impl Fn(Wait) -> F) -> Result<(), Ended> {
+    /// Takes more of a body into the input buffer; `bytes` of it have come.
+    async fn more_body(
+        &mut self,
+        unfinished: &mut Unfinished<'_>,
+        bytes: usize,
+        arm: &impl Fn(Wait) -> F,
+    ) -> Result<(), Ended> {
+        if !unfinished.holds(bytes) {
+            let status = StatusCode::SERVICE_UNAVAILABLE;
+            return Err(self.rejected(
+                RejectionKind::TooManyBodies,
+                status,
+                "too many request bodies are on their way",
+            ));
+        }
         match self.more(self.client.shard.limits.body_timeout, Wait::Ready, arm).await {
             Ok(Ok(1..)) => Ok(()),
             Err(Fired::Expired) => Err(self.timed_out("the request body stopped arriving")),

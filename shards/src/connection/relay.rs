@@ -284,8 +284,13 @@ mod tests {
         let (mut runtime, _) = ShardRuntime::build(DriverChoice::Epoll).expect("epoll builds");
         runtime.block_on(async move {
             let counters = Arc::new(ShardCounters::default());
-            let (tls, draining) = (None, Cell::new(false));
-            let shard = Rc::new(Shard { limits: Limits::default(), tls, counters: counters.clone(), draining });
+            let shard = Rc::new(Shard {
+                limits: Limits::default(),
+                tls: None,
+                counters: counters.clone(),
+                draining: Cell::new(false),
+                unfinished_body_bytes: Cell::new(0),
+            });
             let stream = Stream::connect(address).await.expect("connects");
             let (mut reader, _) = listener.accept().expect("accepts");
             reader.set_nonblocking(true).expect("a socket");

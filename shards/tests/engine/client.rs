@@ -392,6 +392,47 @@ fn the_cap_holds_also_for_connections_that_come_at_once() {
     }
 }
 
+/// Whoever sends them has shown no key yet, and may take as long as it likes.
+#[test]
+fn unfinished_bodies_take_no_more_room_than_they_may() {
+    for driver in DRIVERS {
+        let engine = TestEngine::configured(driver, nowhere(), |config| {
+            config.limits.unfinished_body_bytes_max = 1 << 20;
+        });
+        let post = |framing: String| format!("POST /echo HTTP/1.1\r\nHost: t\r\n{framing}");
+        let sized = (post("Content-Length: 600001\r\n\r\n".to_owned()), "x");
+        let chunked = (post(format!("Transfer-Encoding: chunked\r\n\r\n{:x}\r\n", 600_001)), "x\r\n0\r\n\r\n");
+        let has_answer = |client: &Client| {
+            client.stream.set_nonblocking(true).expect("a socket");
+            let has_answer = client.stream.peek(&mut [0]).is_ok();
+            client.stream.set_nonblocking(false).expect("a socket");
+            has_answer
+        };
+        for both in [[&sized, &sized], [&chunked, &chunked]] {
+            let mut clients: Vec<_> = both.iter().map(|(head, end)| (engine.connect(), head, *end)).collect();
+            for (client, head, _) in &mut clients {
+                client.send(head);
+                client.send_lossy(&vec![b'x'; 600_000]);
+            }
+            // Whichever comes second.
+            let refused = || clients.iter().position(|(client, ..)| has_answer(client));
+            eventually("one is refused", || refused().is_some());
+            let (mut refused, ..) = clients.remove(refused().expect("one of them"));
+            let answer = refused.answer();
+            assert_eq!((answer.status, answer.header("x-rejected")), (503, Some("engine")));
+            let (mut client, _, end) = clients.remove(0);
+            client.send(end);
+            assert_eq!(client.answer().body.len(), 600_001);
+        }
+        // All of it is free again.
+        let mut last = engine.connect();
+        last.send(format!("POST /echo HTTP/1.1\r\nHost: t\r\nContent-Length: {}\r\n\r\n", (1 << 20) + 1));
+        last.send(vec![b'c'; 1 << 20]);
+        last.send("c");
+        assert_eq!(last.answer().status, 200);
+    }
+}
+
 #[test]
 fn unfinished_heads_give_way_where_there_are_too_many() {
     for driver in DRIVERS {
