@@ -1,8 +1,5 @@
 //! `GET /v1/models` and `GET /v1/workers`.
 
-use std::collections::HashMap;
-use std::sync::Arc;
-
 use serde_json::{Value, json};
 
 use crate::fleet::{Fleet, HealthState, Worker, WorkerState};
@@ -21,22 +18,17 @@ pub fn model(name: &str, created: u64) -> Value {
 
 /// Every known worker, its record as registered and completed, with its state and its load per target.
 pub fn workers(fleet: &Fleet) -> Value {
-    // Grouped once: looked for by each worker, they would cost the square of the fleet.
-    let mut targets: HashMap<&str, Vec<Value>> = HashMap::new();
-    for target in &fleet.targets {
-        targets
-            .entry(&target.worker.id)
-            .or_default()
-            .push(json!({"route_key": &*target.route_key, "dp_rank": target.rank, "block_size": target.block_size,
-                "requests": target.load.requests(), "active_blocks": target.load.active_blocks()}));
-    }
-    let described = |worker: &Arc<Worker>| describe(worker, targets.remove(&*worker.id).unwrap_or_default());
-    let workers: Vec<Value> = fleet.workers.iter().map(described).collect();
+    let workers: Vec<Value> = fleet.workers.iter().map(|worker| describe(fleet, worker)).collect();
     json!({"workers": workers})
 }
 
-fn describe(worker: &Worker, targets: Vec<Value>) -> Value {
+fn describe(fleet: &Fleet, worker: &Worker) -> Value {
     let mut value = serde_json::to_value(&worker.record).unwrap_or_default();
+    let targets = fleet.targets_of(worker).iter().map(|target| {
+        json!({"route_key": &*target.route_key, "dp_rank": target.rank, "block_size": target.block_size,
+            "requests": target.load.requests(), "active_blocks": target.load.active_blocks()})
+    });
+    let targets: Vec<Value> = targets.collect();
     let (state, reason) = state(worker);
     if let Value::Object(members) = &mut value {
         members.insert("state".into(), state.into());

@@ -89,7 +89,7 @@ impl Lifecycle {
 pub enum ControlAsk {
     /// The metrics page.
     Metrics,
-    /// All workers with their targets.
+    /// The fleet, record by record.
     Workers,
     /// Blocks mirrored for a worker, or for one of its ranks.
     CacheView { worker_id: String, rank: Option<u32> },

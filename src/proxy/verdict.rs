@@ -104,8 +104,12 @@ impl Picked {
         tell(&self.worker, change);
     }
 
-    /// The worker has failed the request: its session is free to go elsewhere.
+    /// The worker has failed the request: its session is free to go elsewhere. It may fail it by its status and by the end
+    /// of its body, which is one fault.
     pub fn failed(&self, shared: &Shared) {
+        if self.has_failed.replace(true) {
+            return;
+        }
         self.free_session();
         let change = self.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
         tell(&self.worker, change);
