@@ -196,6 +196,9 @@ pub const PARITY_EXPLANATIONS_MAX: usize = 8;
 /// A request's own `chat_template`, bytes. The longest of a known model has 30,000; the time of a chain of `~` is quadratic.
 pub const REQUEST_TEMPLATE_BYTES_MAX: usize = 32 << 10;
 
+/// Nesting of a value that a template prints; Python's own recursion limit.
+pub const TEMPLATE_VALUE_DEPTH_MAX: usize = 1_000;
+
 /// Fuel of one rendering of such a template, which also bounds the text that it may make on the way, to 128 MiB.
 pub const REQUEST_TEMPLATE_FUEL: u64 = 2_000_000;
 /// Asking one engine to forget its cache (`--kv-self-heal`), and how many are asked at a time.

@@ -292,7 +292,23 @@ fn b43_restarted_without_its_data() {
     running.handle.stop();
 }
 
-/// As above, but nobody ever registers again: the grace time ends the keeping.
+/// The server dies, and the next one is of another cluster. There the worker's key has the revision that it had in the
+/// former one, and says something else.
+#[test]
+fn another_cluster_is_believed_whatever_its_revisions() {
+    let (mut former, other) = (Etcd::start(), Etcd::start());
+    former.put(&key("a"), &absent("a", 1));
+    other.put(&key("a"), &absent("a", 2));
+    let mut running = Running::start(vec![former.endpoint(), other.endpoint()], quick());
+    let is_at =
+        |url: &'static str| move |workers: &[DiscoveredWorker]| workers.len() == 1 && workers[0].record.url == url;
+    running.wait("the former one's record", is_at("http://127.0.0.1:1"));
+    former.kill();
+    running.wait("the other one's record", is_at("http://127.0.0.1:2"));
+    running.handle.stop();
+}
+
+/// The server loses its data, and nobody ever registers again: the grace time ends the keeping.
 #[test]
 fn kept_workers_leave_when_the_grace_time_is_over() {
     let mut etcd = Etcd::start();

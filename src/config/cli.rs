@@ -177,7 +177,8 @@ pub struct RoutingArgs {
     /// place of the ones above.
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
     pub kv_per_worker_template_kwargs: bool,
-    /// true|false: render a request's own `chat_template`, under limits; without it such a request is routed by load.
+    /// true|false: render a request's own `chat_template`, under limits; without it such a request is routed by load. For
+    /// trusted clients: one that compares values which share their parts can hold an encoder thread for ever.
     #[arg(
         long,
         value_name = "BOOL",

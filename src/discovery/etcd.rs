@@ -217,9 +217,6 @@ impl EtcdSource {
 
     fn put(&mut self, name: String, entry: &KeyValue) -> bool {
         let known = self.workers.get(&name);
-        if known.is_some_and(|known| known.freshness == entry.mod_revision()) {
-            return false;
-        }
         if known.is_none() && self.workers.len() >= limits::WORKERS_MAX {
             self.shared.skipped(1);
             tracing::warn!(key = name, "registration skipped: more than {} workers", limits::WORKERS_MAX);
@@ -227,11 +224,15 @@ impl EtcdSource {
         }
         match WorkerRecord::parse(entry.value()) {
             Ok(parsed) => {
+                let freshness = entry.mod_revision();
+                // Not by the revision alone: in another cluster, or one that lost its data, it counts something else.
+                if known.is_some_and(|known| known.freshness == freshness && known.record == parsed.record) {
+                    return false;
+                }
                 for note in parsed.notes {
                     tracing::warn!(key = name, "registration: {note}");
                 }
-                let registration =
-                    Registration { source: SourceKind::Etcd, record: parsed.record, freshness: entry.mod_revision() };
+                let registration = Registration { source: SourceKind::Etcd, record: parsed.record, freshness };
                 self.workers.insert(name, Arc::new(registration));
                 true
             }

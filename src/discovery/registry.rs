@@ -53,6 +53,8 @@ struct Entry {
     registration: Arc<Registration>,
     visit: Visit,
     attendant: AbortHandle,
+    /// Its engine is asked, so that what is known of it is set right in time.
+    is_asked: bool,
     facts: Facts,
     /// Why the last round of questions failed.
     unanswered: Option<String>,
@@ -396,7 +398,10 @@ impl Registry {
                     let carried = same_url.map(|entry| (entry.facts.clone(), entry.address.clone()));
                     let mut entry = self.admit(&id, registration);
                     if let Some((facts, address)) = carried {
-                        (entry.facts, entry.address) = (facts, address);
+                        entry.address = address;
+                        if entry.is_asked {
+                            entry.facts = facts;
+                        }
                     }
                     self.entries.insert(id, entry);
                 }
@@ -418,12 +423,14 @@ impl Registry {
             Ok(address) if is_own(&self.config.own_listeners, *address) => Open::default(),
             _ => Open::of(&record, registration.source, self.config.template_arguments),
         };
+        let is_asked = open.anything();
         let attendant = attendant::attend(self.tools.clone(), visit.clone(), record, open);
         let attendant = tokio::spawn(attendant).abort_handle();
         Entry {
             registration,
             visit,
             attendant,
+            is_asked,
             facts: Facts::default(),
             unanswered: None,
             address,
