@@ -187,3 +187,55 @@ impl Outgoing<'_> {
         out.extend_from_slice(self.payload);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::thread;
+
+    use super::*;
+    use crate::net::runtime::block_on;
+
+    /// Answers one request on each of so many connections with the length of its body, promises more, and closes.
+    fn server(connections: usize) -> (Target, thread::JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let target = Target::parse(&format!("http://{}", listener.local_addr().unwrap())).unwrap();
+        let serve = |mut stream: TcpStream| {
+            let (mut head, mut byte) = (Vec::new(), [0]);
+            while !head.ends_with(b"\r\n\r\n") {
+                stream.read_exact(&mut byte).unwrap();
+                head.push(byte[0]);
+            }
+            let head = String::from_utf8(head).unwrap();
+            let length = head.split("content-length: ").nth(1).unwrap().trim_end();
+            let mut body = vec![0; length.parse().unwrap()];
+            stream.read_exact(&mut body).unwrap();
+            write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{length}", length.len()).unwrap();
+        };
+        let thread = thread::spawn(move || listener.incoming().take(connections).for_each(|it| serve(it.unwrap())));
+        (target, thread)
+    }
+
+    #[test]
+    fn dead_connections_are_replaced_and_bodies_of_any_length_sent() {
+        // The last ones fill what the kernel takes, so that the rest waits for room.
+        let lengths = [1, 20, 32 << 20, 32 << 20];
+        let (target, server) = server(lengths.len());
+        let answers = block_on(async move {
+            let client = Client::new(target).unwrap();
+            let mut answers = Vec::new();
+            for length in lengths {
+                let payload = vec![b'x'; length];
+                let body = Rc::new(RefCell::new(Vec::new()));
+                let outgoing = Outgoing { method: "POST", path: "/", headers: "", payload: &payload };
+                let head = client.request(outgoing, body.clone()).await.unwrap();
+                answers.push((head.status, String::from_utf8(body.take()).unwrap()));
+            }
+            client.close().await;
+            answers
+        });
+        server.join().unwrap();
+        assert_eq!(answers.unwrap(), lengths.map(|length| (200, length.to_string())));
+    }
+}
