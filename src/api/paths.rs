@@ -98,7 +98,7 @@ const OF_ENGINES: [&str; 12] = [
 
 /// `target` is the request target as sent; its query is not looked at.
 pub fn endpoint(method: &Method, target: &str) -> Endpoint {
-    let path = target.split(['?', '#']).next().unwrap_or_default();
+    let path = target.split('?').next().unwrap_or_default();
     let get = |endpoint| {
         if matches!(*method, Method::GET | Method::HEAD) { endpoint } else { Endpoint::WrongMethod("GET, HEAD") }
     };
@@ -147,7 +147,6 @@ fn leaves_its_place(path: &str) -> bool {
 /// Value of one query parameter, percent-decoded; the first one wins.
 pub fn query_parameter(target: &str, name: &str) -> Option<String> {
     let (_, query) = target.split_once('?')?;
-    let query = query.split('#').next().unwrap_or_default();
     query.split('&').find_map(|pair| {
         let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
         (key == name).then(|| percent_decoded(value))

@@ -251,7 +251,7 @@ impl Drop for Opened {
 const REQUEST_ID_HEADERS: [&str; 2] = ["x-request-id", "x-infera-request-id"];
 
 fn begun(request: &Request) -> Open {
-    let path = request.target.split(['?', '#']).next().unwrap_or_default();
+    let path = request.target.split('?').next().unwrap_or_default();
     let id = REQUEST_ID_HEADERS.iter().find_map(|name| request.head.get(name));
     Rc::new(RefCell::new(AccessLine {
         request_id: id.map(clipped),

@@ -112,8 +112,12 @@ fn method_of(name: &str) -> Result<Method, Refusal> {
     }
 }
 
-/// Origin form as it is, absolute form without scheme and authority, `*` for OPTIONS.
+/// Origin form as it is, absolute form without scheme and authority, `*` for OPTIONS. None of them has a fragment (RFC 9112,
+/// section 3.2): one server ends the path there and another takes it for a part of it.
 fn target_of(target: &str) -> Result<String, Refusal> {
+    if target.contains('#') {
+        return Err(Malformed("a fragment in the request target").into());
+    }
     if target.starts_with('/') || target == "*" {
         return Ok(target.to_owned());
     }

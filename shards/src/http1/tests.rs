@@ -67,6 +67,8 @@ fn requests_that_are_refused() {
         ("GET  / HTTP/1.1\r\nHost: t\r\n\r\n", 400),
         ("G@T / HTTP/1.1\r\nHost: t\r\n\r\n", 400),
         ("GET nowhere HTTP/1.1\r\nHost: t\r\n\r\n", 400),
+        ("GET /v1/x#/../../y HTTP/1.1\r\nHost: t\r\n\r\n", 400),
+        ("GET http://h#x HTTP/1.1\r\nHost: t\r\n\r\n", 400),
         ("GET / HTTP/2.0\r\nHost: t\r\n\r\n", 505),
         ("CONNECT a:1 HTTP/1.1\r\nHost: t\r\n\r\n", 501),
         ("POST / HTTP/1.1\r\nHost: t\r\nExpect: 200-ok\r\n\r\n", 417),

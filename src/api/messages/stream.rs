@@ -12,6 +12,7 @@ pub struct EventTranslator {
     model: String,
     /// The beginning of a line whose end has not come yet.
     line: Vec<u8>,
+    is_first_line: bool,
     state: State,
     open: Option<Block>,
     /// Index of the next block.
@@ -89,6 +90,7 @@ impl EventTranslator {
         Self {
             model: model.to_owned(),
             line: Vec::new(),
+            is_first_line: true,
             state: State::Fresh,
             open: None,
             blocks: 0,
@@ -103,7 +105,7 @@ impl EventTranslator {
     /// The next piece of the chat's stream; appends whole events.
     pub fn feed(&mut self, mut payload: &[u8], out: &mut Vec<u8>) {
         while self.state != State::Ended
-            && let Some(end) = memchr::memchr(b'\n', payload)
+            && let Some(end) = memchr::memchr2(b'\n', b'\r', payload)
         {
             let piece = &payload[..end];
             payload = &payload[end + 1..];
@@ -140,9 +142,13 @@ impl EventTranslator {
         true
     }
 
-    /// One line without its end. Events of a chat are single `data` lines.
+    /// One line without its end; that of `\r\n` is followed by an empty one. Events of a chat are single `data` lines.
     fn line(&mut self, line: &[u8], out: &mut Vec<u8>) {
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
+        // A byte order mark may stand before the first one (WHATWG HTML, server-sent events).
+        let line = match std::mem::take(&mut self.is_first_line) {
+            true => line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(line),
+            false => line,
+        };
         if line.starts_with(b":") && self.state == State::Started {
             // A comment keeps the connection alive; so does a ping.
             event(out, "ping", &json!({"type": "ping"}));

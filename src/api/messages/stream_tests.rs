@@ -92,6 +92,15 @@ fn a_text_is_one_block() {
 }
 
 #[test]
+fn lines_end_as_they_like_and_a_byte_order_mark_is_no_part_of_the_first() {
+    let stream = [delta(json!({"content": "hi"})), finish("stop", Value::Null), USAGE.into(), DONE.into()].concat();
+    let expected = [started(), text(0, &["hi"]), stopped("end_turn", Value::Null)];
+    for end in ["\n", "\r\n", "\r"] {
+        check(&[format!("\u{feff}{}", stream.replace('\n', end))], &expected);
+    }
+}
+
+#[test]
 fn an_answer_without_a_word_is_whole() {
     check(&[finish("stop", Value::Null), USAGE.into(), DONE.into()], &[started(), stopped("end_turn", Value::Null)]);
 }
