@@ -264,7 +264,11 @@ fn in_turn<W: Witness>(
     }
     witness.decided(DecidedBy::Turn);
     let index = match W::BOOKS {
-        true => service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes),
+        true => {
+            let mut rotation = service.round_robin.borrow_mut();
+            rotation.keep_to(&session.fleet.models);
+            rotation.pick(wish.model, wish.role, indexes)
+        }
         false => service.round_robin.borrow().peek(wish.model, wish.role, indexes),
     }?;
     let claimed = if W::BOOKS { session.claim(index) } else { None };

@@ -1,8 +1,11 @@
 //! Round robin over a pool, one rotation per model and role. Each shard keeps its own; shards start one
 //! place apart so that together they spread from the first request on.
 
+use std::collections::BTreeMap;
+
 use hashbrown::HashMap;
 
+use crate::fleet::ModelPool;
 use crate::worker::{Name, Role};
 
 const ROLES: usize = Role::Decode as usize + 1;
@@ -40,9 +43,12 @@ impl RoundRobin {
         Some(picked)
     }
 
-    /// Forgets models that are gone, so that a fleet with changing names does not grow the table.
-    pub fn retain(&mut self, is_known: impl Fn(&Name) -> bool) {
-        self.next.retain(|model, _| is_known(model));
+    /// Forgets models that are gone, so that a fleet with changing names does not grow the table. A look at two numbers while
+    /// there are none.
+    pub fn keep_to(&mut self, models: &BTreeMap<Name, ModelPool>) {
+        if self.next.len() > models.len() {
+            self.next.retain(|model, _| models.contains_key(model));
+        }
     }
 }
 
@@ -65,7 +71,9 @@ mod tests {
         assert_eq!(rotation.pick(&b, Role::Mixed, &[7, 8, 9]), Some(8));
         assert_eq!(rotation.pick(&a, Role::Prefill, &[7, 8, 9]), Some(8));
         assert_eq!((rotation.peek(&a, Role::Mixed, &[]), rotation.pick(&a, Role::Mixed, &[])), (None, None));
-        rotation.retain(|model| *model == b);
-        assert_eq!(rotation.next.len(), 1);
+        rotation.keep_to(&[(a.clone(), ModelPool::default()), (b.clone(), ModelPool::default())].into());
+        assert_eq!(rotation.next.len(), 2);
+        rotation.keep_to(&[(b.clone(), ModelPool::default())].into());
+        assert_eq!(rotation.next.keys().collect::<Vec<_>>(), [&b]);
     }
 }
