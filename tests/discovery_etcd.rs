@@ -42,10 +42,23 @@ struct Running {
 
 impl Running {
     fn start(endpoints: Vec<String>, timing: Timing) -> Self {
+        Self::start_with(endpoints, timing, |_| {})
+    }
+
+    /// `on_update` runs on discovery's thread.
+    fn start_with(
+        endpoints: Vec<String>,
+        timing: Timing,
+        on_update: impl Fn(&[DiscoveredWorker]) + Send + 'static,
+    ) -> Self {
         let (sender, updates) = channel();
         let etcd = Some(EtcdConfig { endpoints, prefix: PREFIX.to_owned(), roots: Vec::new() });
         let config = DiscoveryConfig { etcd, timing, ..DiscoveryConfig::default() };
-        let handle = Discovery::start(config, move |workers| drop(sender.send(workers))).expect("the thread starts");
+        let publish = move |workers: Vec<DiscoveredWorker>| {
+            on_update(&workers);
+            drop(sender.send(workers));
+        };
+        let handle = Discovery::start(config, publish).expect("the thread starts");
         Running { handle, updates, last: None, fewest: usize::MAX }
     }
 
@@ -330,6 +343,30 @@ fn b43_frozen_and_thawed() {
     running.wait_status("ok", |status| status.state == State::Ok);
     etcd.put(&key("b"), &absent("b", 2));
     running.wait_ids(&["a", "b", "c"]);
+    running.handle.stop();
+}
+
+/// Discovery's own thread stands still for longer than a server may be silent, as in a flood of registrations on a busy
+/// host. It has asked nothing meanwhile, so nothing was left unanswered: the watch goes on.
+#[test]
+fn b43_our_own_standstill_is_not_the_servers_silence() {
+    let etcd = Etcd::start();
+    etcd.put(&key("a"), &absent("a", 1));
+    let wire = Wire::to(etcd.address());
+    let standstill = quick().etcd_silence_max + Duration::from_secs(1);
+    let stand_still = move |workers: &[DiscoveredWorker]| {
+        if workers.len() == 2 {
+            std::thread::sleep(standstill);
+        }
+    };
+    let mut running = Running::start_with(vec![wire.endpoint()], quick(), stand_still);
+    running.wait_ids(&["a"]);
+    let connections = wire.accepted();
+    etcd.put(&key("b"), &absent("b", 2));
+    running.wait_ids(&["a", "b"]);
+    etcd.put(&key("c"), &absent("c", 3));
+    running.wait_ids(&["a", "b", "c"]);
+    assert_eq!(wire.accepted(), connections, "the watch was given up");
     running.handle.stop();
 }
 

@@ -65,6 +65,14 @@ impl LegFailure {
         Self { role: Role::Prefill, worker: worker.clone(), reason, said, phase: "handoff", is_timeout: false, blame }
     }
 
+    /// What went wrong between us and the worker, if it was that.
+    pub fn transport(&self) -> Option<&UpstreamError> {
+        match &self.blame {
+            Blame::Transport(error) => Some(error),
+            Blame::Answer(_) => None,
+        }
+    }
+
     pub fn into_error(self) -> ApiError {
         let Self { worker, phase, reason, said, .. } = &self;
         let reason = format!("{} worker {worker} failed ({phase}): {reason}{said}", self.role.as_str());

@@ -27,7 +27,7 @@ use crate::buffers::{self, LARGE_BYTES};
 use crate::config::{UpstreamConfig, UpstreamTimeouts};
 use crate::http1::head::Head;
 use crate::http1::{HeadScan, response as codec, write};
-use crate::net::{Stream, WeakStream};
+use crate::net::{Peeked, Stream, WeakStream};
 use crate::stats::ShardCounters;
 use crate::tls::TlsName;
 
@@ -89,6 +89,11 @@ impl SendProgress {
         }
     }
 
+    /// The request goes out anew: the connection that had taken it is dead.
+    fn lost(&self) {
+        self.delivered.set(false);
+    }
+
     fn delivered(&self, stream: &Stream) {
         self.delivered.set(true);
         *self.stream.borrow_mut() = stream.downgrade();
@@ -143,7 +148,9 @@ impl Upstream {
                 None => Box::pin(self.connect(request.address, request.tls)).await?,
             };
             match self.exchange(connection, request, progress).await {
-                Err(error) if error.is_stale_connection() => {}
+                Err(error) if error.is_stale_connection() => {
+                    progress.inspect(|progress| progress.lost());
+                }
                 outcome => return outcome,
             }
         }
@@ -185,10 +192,10 @@ impl Upstream {
         if let (Ok(()), Some(progress)) = (&sent, progress) {
             progress.delivered(&connection.stream);
         }
-        if let Err(Trouble::Timeout) = sent {
+        // An upstream may refuse a request early and read no more of it: its answer says more than a stall or EPIPE.
+        if matches!(sent, Err(Trouble::Timeout)) && connection.stream.look() != Peeked::Bytes {
             return Err(failed(&connection, UpstreamErrorKind::SendStalled));
         }
-        // An upstream may refuse a request early and close without reading it all: its answer says more than EPIPE.
         let to_head_request = *request.method == Method::HEAD;
         match self.read_head(&mut connection, to_head_request).await {
             Ok(parsed) => {

@@ -1,6 +1,7 @@
 //! The way to upstreams: pooling, stale connections and their one replay, broken answers, timeouts.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use crate::harness::{DRIVERS, Served, TestEngine, Upstream, eventually, nowhere};
@@ -147,6 +148,35 @@ fn a_second_death_in_a_row_ends_the_request() {
     assert_eq!(upstream.connection_count(), 2);
 }
 
+/// The first connection took the request and died; the second one does not read it. Who gives the request up then must not
+/// take it for delivered.
+#[test]
+fn a_replayed_request_is_not_delivered_before_it_is_again() {
+    for driver in DRIVERS {
+        let (stalled, is_stalled) = std::sync::mpsc::channel();
+        let upstream = Upstream::start(move |mut served| match served.number {
+            0 => {
+                served.request();
+                served.send_ok(b"");
+                served.request();
+            }
+            _ => stalled.send(served).expect("the test waits"),
+        });
+        let engine = TestEngine::start(driver, upstream.address);
+        assert_eq!(engine.connect().get("/p").status, 200);
+        let mut client = engine.connect();
+        client.send(format!("POST /progress HTTP/1.1\r\nHost: t\r\nContent-Length: {}\r\n\r\n", 32 << 20));
+        client.send(vec![b'x'; 32 << 20]);
+        let served = is_stalled.recv_timeout(crate::harness::PATIENCE).expect("a second connection");
+        drop(client);
+        let outcome =
+            || engine.seen.outcomes.lock().expect("not poisoned").iter().find(|it| it.contains("delivered")).cloned();
+        eventually("the request is given up", || outcome().is_some());
+        assert_eq!(outcome().as_deref(), Some("delivered: false"));
+        drop((engine, served));
+    }
+}
+
 #[test]
 fn unused_connections_are_closed_when_old() {
     for driver in DRIVERS {
@@ -194,6 +224,7 @@ fn answers_that_break_the_rules_are_502_and_their_connections_go() {
         "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
         "HTTP/1.1 200 OK\nContent-Length: 2\n\nok",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer_Encoding: chunked\r\n\r\nok",
         "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         "not http at all\r\n\r\n",
@@ -267,6 +298,28 @@ fn an_early_refusal_of_a_large_body_is_relayed() {
         let engine = TestEngine::start(driver, upstream.address);
         let answer = engine.connect().post("/p", &vec![b'x'; 4 << 20]);
         assert_eq!((answer.status, answer.text()), (413, "big"));
+    }
+}
+
+/// A server that answers and then neither reads on nor closes: what it said is read once the rest of the request is stuck.
+#[test]
+fn an_early_refusal_by_an_upstream_that_reads_no_more_is_relayed() {
+    for driver in DRIVERS {
+        let is_told = Arc::new(Barrier::new(2));
+        let until_told = is_told.clone();
+        let upstream = Upstream::start(move |mut served| {
+            let mut some = [0_u8; 1000];
+            let _ = std::io::Read::read(&mut served.stream, &mut some);
+            served.send("HTTP/1.1 413 Payload Too Large\r\nContent-Length: 3\r\n\r\nbig");
+            until_told.wait();
+        });
+        let engine = TestEngine::configured(driver, upstream.address, |config| {
+            config.upstream.write_stall_timeout = Duration::from_millis(300);
+        });
+        let answer = engine.connect().post("/p", &vec![b'x'; 16 << 20]);
+        assert_eq!((answer.status, answer.text()), (413, "big"));
+        assert_eq!(engine.stats().upstream_idle, 0, "half a request is on the connection");
+        is_told.wait();
     }
 }
 
