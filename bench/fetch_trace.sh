@@ -15,11 +15,26 @@ url=${TRACE_URL:-https://raw.githubusercontent.com/kvcache-ai/Mooncake/$commit/F
 
 is_whole() { [ -f "$1" ] && echo "$sum  $1" | sha256sum --check --status; }
 
+# curl by itself asks again after a timeout or a 5xx, but not for a transfer that was cut (18, 56).
+download() {
+    local code attempt
+    for attempt in 1 2 3; do
+        code=0
+        curl --fail --silent --show-error --location --retry 2 --connect-timeout 20 \
+            --speed-limit 1000 --speed-time 30 --output "$part" "$url" || code=$?
+        case $code in
+            18 | 56) echo "attempt $attempt of 3 was cut" >&2 ;;
+            *) return "$code" ;;
+        esac
+    done
+    return "$code"
+}
+
 is_whole "$file" && exit 0
 mkdir -p "$(dirname "$file")"
 part=$file.part
 trap 'rm -f "$part"' EXIT
-if ! curl --fail --silent --show-error --location --retry 2 --connect-timeout 20 --output "$part" "$url"; then
+if ! download; then
     echo "$url cannot be fetched; TRACE_URL may name a mirror" >&2
     exit 1
 fi

@@ -166,10 +166,21 @@ fn the_tool_writes_its_table_its_report_and_its_picture() {
     assert!(text.contains("| `kv-aware` |") && text.contains("| `round-robin` |"), "{text}");
     let report: serde_json::Value = serde_json::from_slice(&std::fs::read(path("report.json")).unwrap()).unwrap();
     assert_eq!(report["schema"], "infera-quality/1");
-    assert_eq!(report["cases"].as_array().unwrap().len(), 4);
+    let cases = report["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 7);
+    // Host memory and pairs are compared by the rules that concern them.
+    for (case, own) in [(4, "kv-aware,host=0"), (5, "kv-aware,host=1"), (6, "kv-aware,demand=3000")] {
+        let rows = cases[case]["rows"].as_array().unwrap();
+        for rule in ["round-robin", "session-affinity", "kv-aware", own] {
+            let row = rows.iter().find(|row| row["rule"] == rule).unwrap();
+            let most = row["imbalance_decode"]["median"].as_f64().unwrap();
+            assert!((1.0..=8.0).contains(&most), "{row}");
+            assert!(row["host_hit_rate"]["maximum"].as_f64() <= row["hit_rate"]["maximum"].as_f64(), "{row}");
+        }
+    }
     let is_met = report["goals"].as_array().unwrap().iter().all(|goal| goal["met"] == true);
     assert_eq!(output.status.success(), is_met, "{text}");
     let picture = std::fs::read_to_string(path("picture.svg")).unwrap();
     assert!(picture.starts_with("<svg") && picture.trim_end().ends_with("</svg>"));
-    assert_eq!(picture.matches("font-weight=\"bold\"").count(), 4);
+    assert_eq!(picture.matches("font-weight=\"bold\"").count(), 7);
 }

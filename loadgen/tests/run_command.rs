@@ -34,6 +34,26 @@ fn exit_codes_tell_good_runs_from_failed_and_invalid_ones() {
 }
 
 #[test]
+fn generated_requests_go_to_the_endpoint_that_was_told() {
+    let engine = Engine::start(EngineConfig::default()).unwrap();
+    let small =
+        "--workload multi-turn --prefix-tokens 200 --suffix-tokens 8 --output-tokens 40 --requests 12 --turns 3";
+    for (number, endpoint) in ["completions", "responses", "messages"].into_iter().enumerate() {
+        for manner in ["", "--unary"] {
+            let arguments = format!("{small} --endpoint {endpoint} --concurrency 2 --seed {number} {manner}");
+            check(&engine, &arguments, 0, "requests 12   errors 0");
+        }
+    }
+    let generated = engine.state().totals().generated_tokens;
+    assert_eq!(generated, 6 * 12 * 40);
+    check(&engine, &format!("{small} --endpoint embeddings --concurrency 2"), 0, "requests 12   errors 0");
+    assert_eq!(engine.state().totals().generated_tokens, generated, "embeddings generate nothing");
+    let trace = format!("--trace {FIXTURES}/trace.jsonl --concurrency 4 --unary");
+    check(&engine, &format!("{trace} --endpoint completions"), 0, "errors 0");
+    check(&engine, "--workload images --endpoint completions", 1, "--endpoint chat");
+}
+
+#[test]
 fn the_report_tells_what_was_run() {
     let engine = Engine::start(EngineConfig::default()).unwrap();
     let file = std::env::temp_dir().join(format!("loadgen-run-{}.json", std::process::id()));

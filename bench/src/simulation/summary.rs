@@ -11,6 +11,8 @@ use crate::statistics::{Spread, spread};
 pub struct Row {
     pub rule: String,
     pub hit_rate: Spread,
+    /// The part of it that host memory alone had.
+    pub host_hit_rate: Spread,
     /// Of the oracle's hit rate with the same seed.
     pub of_oracle: Spread,
     pub ttft_mean_s: Spread,
@@ -18,8 +20,11 @@ pub struct Row {
     pub ttft_p99_s: Spread,
     pub itl_p99_s: Spread,
     pub goodput: Spread,
+    /// Most over mean, by engine that computes prompts: requests, and prompt tokens computed.
     pub imbalance_requests: Spread,
     pub imbalance_prefill: Spread,
+    /// Most over mean, by engine that decodes: prompt tokens times the time for which they were decoded on.
+    pub imbalance_decode: Spread,
 }
 
 /// One workload over one fleet.
@@ -50,6 +55,7 @@ pub fn summarise(name: &str, results: &[RunResult], is_oracle: impl Fn(&str) -> 
         rows.push(Row {
             rule: runs[0].rule.clone(),
             hit_rate: figure(|it| it.hit_rate),
+            host_hit_rate: figure(|it| it.host_hit_rate),
             of_oracle: of(runs.iter().map(|run| run.outcome.hit_rate / oracle_of(run.seed))),
             ttft_mean_s: figure(|it| it.ttft_mean_s),
             ttft_p50_s: figure(|it| it.ttft_p50_s),
@@ -58,6 +64,7 @@ pub fn summarise(name: &str, results: &[RunResult], is_oracle: impl Fn(&str) -> 
             goodput: figure(|it| it.goodput),
             imbalance_requests: figure(|it| it.imbalance_requests),
             imbalance_prefill: figure(|it| it.imbalance_prefill),
+            imbalance_decode: figure(|it| it.imbalance_decode),
         });
     }
     let seeds = results.chunk_by(|left, right| left.rule == right.rule).next().unwrap_or_default();
@@ -79,15 +86,16 @@ impl Summary {
     pub fn table(&self) -> String {
         let mut text = format!(
             "### {}\n\nHit rate of the oracle {:.3}; best possible for the fleet's memory {:.3}; one infinite cache {:.3}.\n\n\
-             | rule | hit rate | of the oracle's | TTFT mean | p50 | p99 | ITL p99 | goodput | busiest/mean: requests | prefill |\n\
-             |---|---|---|---|---|---|---|---|---|---|\n",
+             | rule | hit rate | of it host | of the oracle's | TTFT mean | p50 | p99 | ITL p99 | goodput | busiest/mean: requests | prefill | decode |\n\
+             |---|---|---|---|---|---|---|---|---|---|---|---|\n",
             self.name, self.oracle.median, self.best_for_memory.median, self.infinite_cache.median
         );
         for row in &self.rows {
             text += &format!(
-                "| `{}` | {:.3} | {:.1} % ({:.1} to {:.1}) | {:.3} s | {:.3} s | {:.2} s | {:.0} ms | {:.1} % ({:.1} to {:.1}) | {:.2} | {:.2} |\n",
+                "| `{}` | {:.3} | {:.3} | {:.1} % ({:.1} to {:.1}) | {:.3} s | {:.3} s | {:.2} s | {:.0} ms | {:.1} % ({:.1} to {:.1}) | {:.2} | {:.2} | {:.2} |\n",
                 row.rule,
                 row.hit_rate.median,
+                row.host_hit_rate.median,
                 row.of_oracle.median * 100.0,
                 row.of_oracle.minimum * 100.0,
                 row.of_oracle.maximum * 100.0,
@@ -100,6 +108,7 @@ impl Summary {
                 row.goodput.maximum * 100.0,
                 row.imbalance_requests.median,
                 row.imbalance_prefill.median,
+                row.imbalance_decode.median,
             );
         }
         text
@@ -148,6 +157,6 @@ mod tests {
         let row = summary.row("plain").unwrap();
         assert_eq!((row.of_oracle.minimum, row.of_oracle.maximum), (0.5, 0.8));
         assert!((summary.oracle.median - 0.55).abs() < 1e-9);
-        assert!(summary.table().contains("| `plain` | 0.350 | 65.0 % (50.0 to 80.0) |"), "{}", summary.table());
+        assert!(summary.table().contains("| `plain` | 0.350 | 0.000 | 65.0 % (50.0 to 80.0) |"), "{}", summary.table());
     }
 }

@@ -4,79 +4,66 @@
 //! Contents are written through: a block goes to the host when it has been computed, not when the device evicts it, so
 //! that most contents are in both. The least recently used goes first; a lookup uses a request's blocks last block first.
 
-use std::collections::BTreeMap;
 use std::hash::Hash;
 
-use hashbrown::HashMap;
+use hashlink::LinkedHashSet;
 
 use super::hash::Digest;
 
 #[derive(Debug)]
 pub struct HostPool<N = Digest> {
     blocks_total: usize,
-    /// When each content was last used.
-    used_at: HashMap<N, u64>,
-    by_use: BTreeMap<u64, N>,
-    uses: u64,
+    /// The contents, the least recently used first.
+    resident: LinkedHashSet<N>,
 }
 
 impl<N: Copy + Eq + Hash> HostPool<N> {
     pub fn new(blocks_total: usize) -> Self {
-        HostPool { blocks_total, used_at: HashMap::new(), by_use: BTreeMap::new(), uses: 0 }
+        HostPool { blocks_total, resident: LinkedHashSet::new() }
     }
 
     pub fn blocks_resident(&self) -> usize {
-        self.used_at.len()
+        self.resident.len()
     }
 
-    /// The contents, in no order.
+    /// The contents.
     pub fn resident_digests(&self) -> impl Iterator<Item = &N> {
-        self.used_at.keys()
+        self.resident.iter()
     }
 
     /// Length of the longest resident prefix of `digests`, blocks.
     pub fn prefix_length(&self, digests: &[N]) -> usize {
-        digests.iter().take_while(|digest| self.used_at.contains_key(*digest)).count()
+        digests.iter().take_while(|digest| self.resident.contains(*digest)).count()
     }
 
     /// Notes that a request has looked these up; those that are not here do not matter.
     pub fn touch(&mut self, digests: &[N]) {
         for digest in digests.iter().rev() {
-            if self.used_at.contains_key(digest) {
-                self.use_now(*digest);
-            }
+            self.resident.to_back(digest);
         }
     }
 
     /// Stores what of `digests` is not here yet, and tells which those are. `evicted` gets what had to go for it, in
     /// order; nothing of `digests` does. Where that leaves no room for all of them, none is stored.
     pub fn store(&mut self, digests: &[N], evicted: &mut Vec<N>) -> Vec<N> {
-        let fresh: Vec<N> = digests.iter().copied().filter(|digest| !self.used_at.contains_key(digest)).collect();
+        let fresh: Vec<N> = digests.iter().copied().filter(|digest| !self.resident.contains(digest)).collect();
         if fresh.is_empty() || digests.len() > self.blocks_total {
             return Vec::new();
         }
         // What is here already must outlive the evictions for the rest.
-        self.touch(digests);
-        while self.used_at.len() + fresh.len() > self.blocks_total {
-            let Some((_, oldest)) = self.by_use.pop_first() else { break };
-            self.used_at.remove(&oldest);
+        if fresh.len() < digests.len() {
+            self.touch(digests);
+        }
+        while self.resident.len() + fresh.len() > self.blocks_total {
+            let Some(oldest) = self.resident.pop_front() else { break };
             evicted.push(oldest);
         }
-        fresh.iter().for_each(|digest| self.use_now(*digest));
+        self.resident.extend(fresh.iter().copied());
         fresh
     }
 
     pub fn clear(&mut self) {
-        self.used_at.clear();
-        self.by_use.clear();
-    }
-
-    fn use_now(&mut self, digest: N) {
-        self.uses += 1;
-        if let Some(before) = self.used_at.insert(digest, self.uses) {
-            self.by_use.remove(&before);
-        }
-        self.by_use.insert(self.uses, digest);
+        self.resident.clear();
     }
 }
 

@@ -45,7 +45,7 @@ impl<N: Copy + Eq + Hash> BlockPool<N> {
             head: NONE,
             tail: NONE,
             free: 0,
-            resident: HashMap::new(),
+            resident: HashMap::with_capacity(blocks_total),
             keeps_copies,
         };
         (0..blocks_total as BlockId).for_each(|block| pool.push_tail(block));

@@ -4,6 +4,9 @@
 use std::borrow::Cow;
 
 use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::typed::{self, Counts, Typed};
 
 /// Largest SSE line kept while incomplete.
 const LINE_BYTES_MAX: usize = 16 * 1024 * 1024;
@@ -16,6 +19,11 @@ struct Chunk<'a> {
     usage: Option<Usage>,
     #[serde(default)]
     error: Option<serde::de::IgnoredAny>,
+    /// What answers of other endpoints say of themselves.
+    #[serde(borrow, default, rename = "type")]
+    kind: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    object: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -63,6 +71,14 @@ impl Usage {
     /// `None` when the server does not tell.
     pub fn cached_tokens(&self) -> Option<u64> {
         self.prompt_tokens_details.and_then(|details| details.cached_tokens)
+    }
+
+    /// What is told later goes before; what is not told again stays.
+    fn update(&mut self, counts: Counts) {
+        self.prompt_tokens = counts.prompt_tokens.unwrap_or(self.prompt_tokens);
+        self.completion_tokens = counts.completion_tokens.unwrap_or(self.completion_tokens);
+        let cached_tokens = counts.cached_tokens.or(self.cached_tokens());
+        self.prompt_tokens_details = Some(PromptDetails { cached_tokens });
     }
 }
 
@@ -171,6 +187,13 @@ impl Answer {
             return;
         };
         self.failed |= chunk.error.is_some();
+        if let Some(kind) = chunk.kind.or(chunk.object).filter(|_| chunk.choices.is_empty()) {
+            match typed::read(kind.get().trim_matches('"'), data) {
+                Ok(Some(typed)) => return self.take_typed(typed),
+                Ok(None) => {}
+                Err(_) => self.malformed = true,
+            }
+        }
         self.usage = chunk.usage.or(self.usage);
         let (mut texts, mut only) = (0, None);
         for choice in &chunk.choices {
@@ -188,6 +211,19 @@ impl Answer {
         self.content_events += u64::from(texts > 0);
         if let (1, Some(Words(Cow::Borrowed(text))), None, false) = (texts, only, chunk.usage, self.failed) {
             self.usual.learn(data, text);
+        }
+    }
+
+    fn take_typed(&mut self, typed: Typed) {
+        let text = typed.text.filter(|text| !text.is_empty());
+        self.content_events += u64::from(text.is_some() || typed.calls_tool);
+        if let Some(text) = text.filter(|_| !self.is_counting) {
+            self.text.push_str(&text);
+        }
+        self.complete |= typed.ended;
+        self.failed |= typed.failed;
+        if typed.counts != Counts::default() {
+            self.usage.get_or_insert_default().update(typed.counts);
         }
     }
 }
@@ -258,6 +294,39 @@ mod tests {
         assert_eq!((answer.content_events, answer.text.as_str(), answer.usage.unwrap().prompt_tokens), (3, "", 3));
         answer.push_events(b"data: {\"choices\":[{\"delta\":{\"content\":\"c}}],\"usage\":null}\n\n");
         assert!(answer.malformed);
+    }
+
+    #[test]
+    fn responses_and_messages_end_by_their_own_events() {
+        let responses = "event: a\ndata: {\"type\":\"response.created\",\"response\":{\"usage\":null,\"error\":null}}\n\n\
+            data: {\"type\":\"response.output_text.delta\",\"delta\":\"a\\n\"}\n\n\
+            data: {\"type\":\"response.output_text.delta\",\"delta\":\"b\"}\n\n\
+            data: {\"type\":\"response.completed\",\"response\":{\"usage\":{\"input_tokens\":9,\"output_tokens\":2,\
+            \"input_tokens_details\":{\"cached_tokens\":4}}}}\n\n";
+        let messages = "data: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":5,\
+            \"cache_read_input_tokens\":4,\"output_tokens\":0}}}\n\n\
+            data: {\"type\":\"content_block_delta\",\"delta\":{\"type\":\"text_delta\",\"text\":\"a\\n\"}}\n\n\
+            data: {\"type\":\"content_block_delta\",\"delta\":{\"type\":\"text_delta\",\"text\":\"b\"}}\n\n\
+            data: {\"type\":\"message_delta\",\"usage\":{\"output_tokens\":2}}\n\n\
+            data: {\"type\":\"message_stop\"}\n\n";
+        for stream in [responses, messages] {
+            let mut answer = Answer::default();
+            let (most, last) = stream.split_at(stream.trim_end().rfind("data:").unwrap());
+            answer.push_events(most.as_bytes());
+            assert!(!answer.complete && answer.content_events == 2, "{answer:?}");
+            answer.push_events(last.as_bytes());
+            let usage = answer.usage.unwrap();
+            assert_eq!((usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens()), (9, 2, Some(4)));
+            assert!(answer.complete && !answer.failed && !answer.malformed && answer.text == "a\nb", "{answer:?}");
+        }
+        let mut answer = Answer::default();
+        answer.push_events(b"data: {\"type\":\"error\",\"error\":{\"message\":\"x\"}}\n\n");
+        assert!(answer.failed && !answer.complete);
+        let mut answer = Answer::default();
+        answer.set_json(
+            br#"{"object":"response","error":null,"output":[{"content":[{"text":"a"}]}],"usage":{"input_tokens":3}}"#,
+        );
+        assert_eq!((answer.text.as_str(), answer.complete, answer.usage.unwrap().prompt_tokens), ("a", true, 3));
     }
 
     #[test]

@@ -4,9 +4,10 @@
 pub mod answer;
 pub mod config;
 pub mod driver;
+pub mod endpoint;
 pub mod manners;
 pub mod pace;
-mod reading;
+pub mod reading;
 pub mod record;
 pub mod recording;
 mod render;
@@ -16,6 +17,7 @@ pub mod scrape;
 pub mod slo;
 #[cfg(test)]
 mod test_support;
+mod typed;
 #[cfg(test)]
 mod wire_tests;
 pub mod workload;

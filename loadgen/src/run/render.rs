@@ -1,5 +1,5 @@
-//! Owns the bytes of generated requests: pieces of a plan to the messages of a chat. Never draws a session and never sends
-//! anything.
+//! Owns the bytes of generated requests: pieces of a plan to the messages of a chat, or to one text for the endpoints that
+//! take that. Never draws a session and never sends anything.
 //!
 //! Texts are words of the shipped list, of which the shipped tokenizer makes one token each; other tokenizers make a few
 //! more. What a chat template and the spelling of tools add comes on top. Nothing here needs escaping in JSON.
@@ -11,6 +11,7 @@ use std::rc::Rc;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
+use super::endpoint::Endpoint;
 use crate::plan::{Kind, Piece, Turn};
 use crate::{seed, words};
 
@@ -20,12 +21,15 @@ const SHARED_BYTES_MAX: usize = 64 << 20;
 const TOOLS: u64 = 8;
 /// Tokens that the shipped tokenizer makes of a definition's members.
 const TOOL_OVERHEAD_TOKENS: usize = 90;
+/// Ends a message of a text, as it stands in JSON.
+const LINE_END: &str = "\\n";
 /// Words that a tool is called with.
 const ARGUMENT_WORDS: usize = 4;
 
 /// Makes bodies. One per run and thread.
 pub struct Renderer {
-    /// The body up to its messages.
+    endpoint: Endpoint,
+    /// The body up to its messages, or into its text.
     opening: String,
     is_stream: bool,
     has_tools: bool,
@@ -42,17 +46,25 @@ struct Shared {
 /// A conversation as far as it has come.
 #[derive(Clone, Debug, Default)]
 pub struct Chat {
-    /// Its messages as the elements of a JSON array.
+    /// Its messages as the elements of a JSON array; for an endpoint that takes a text, the inside of a JSON string.
     messages: String,
     tools: Option<Rc<str>>,
+    /// Where it stands apart.
+    system: Option<Rc<str>>,
 }
 
 impl Renderer {
     /// `image_bytes`: length of a picture's reference.
-    pub fn new(model: &str, is_stream: bool, has_tools: bool, image_bytes: usize) -> Renderer {
+    pub fn new(endpoint: Endpoint, model: &str, is_stream: bool, has_tools: bool, image_bytes: usize) -> Renderer {
         let model = serde_json::Value::from(model);
-        let opening = format!("{{\"model\":{model},\"messages\":[");
-        Renderer { opening, is_stream, has_tools, image_bytes, shared: RefCell::default() }
+        let member = match endpoint {
+            Endpoint::Chat | Endpoint::Messages => "\"messages\":[",
+            Endpoint::Responses => "\"input\":[",
+            Endpoint::Completions => "\"prompt\":\"",
+            Endpoint::Embeddings => "\"input\":\"",
+        };
+        let opening = format!("{{\"model\":{model},{member}");
+        Renderer { endpoint, opening, is_stream, has_tools, image_bytes, shared: RefCell::default() }
     }
 
     /// Adds what was answered to the turn before, as an assistant's message. `server`: the server's own words; those of
@@ -62,8 +74,12 @@ impl Renderer {
             Some(text) => serde_json::Value::from(text).to_string(),
             None => format!("\"{}\"", text(before.answer, before.answer_tokens)),
         };
+        if self.endpoint.takes_text() {
+            // As it was generated, directly behind the prompt, so that it is found where it is cached.
+            return chat.messages.extend([&content[1..content.len() - 1], LINE_END]);
+        }
         chat.messages.push_str(&format!(",{{\"role\":\"assistant\",\"content\":{content}"));
-        if next.pieces.first().is_some_and(|piece| piece.kind == Kind::ToolResult) {
+        if self.endpoint == Endpoint::Chat && next.pieces.first().is_some_and(|piece| piece.kind == Kind::ToolResult) {
             let arguments = text(seed::mixed(before.answer, 1), ARGUMENT_WORDS);
             chat.messages.push_str(&format!(
                 ",\"tool_calls\":[{{\"id\":\"{}\",\"type\":\"function\",\"function\":{{\"name\":\"{}\",\
@@ -77,6 +93,10 @@ impl Renderer {
 
     /// Adds a turn's own messages. `before` is the turn before, if there was one.
     pub fn add_turn(&self, chat: &mut Chat, turn: &Turn, before: Option<&Turn>) {
+        if self.endpoint.takes_text() {
+            self.push_texts(&mut chat.messages, &turn.pieces);
+            return chat.messages.push_str(LINE_END);
+        }
         let mut pieces = &turn.pieces[..];
         if let Some((system, rest)) = pieces.split_first().filter(|(piece, _)| piece.kind == Kind::System) {
             self.add_system(chat, system);
@@ -84,6 +104,7 @@ impl Renderer {
         }
         if let ([result], Some(before)) = (pieces, before)
             && result.kind == Kind::ToolResult
+            && self.endpoint == Endpoint::Chat
         {
             let result = text(result.name, result.tokens);
             let message = format!(",{{\"role\":\"tool\",\"tool_call_id\":\"{}\",\"content\":\"", call_id(before));
@@ -108,16 +129,29 @@ impl Renderer {
 
     /// The body that asks for an answer of so many tokens.
     pub fn body(&self, chat: &Chat, answer_tokens: usize) -> String {
-        let tools = chat.tools.as_deref().unwrap_or("");
-        let stream = match self.is_stream {
-            true => "true,\"stream_options\":{\"include_usage\":true}",
-            false => "false",
+        let (tools, system) = (chat.tools.as_deref().unwrap_or(""), chat.system.as_deref());
+        let (closing, most) = match self.endpoint {
+            Endpoint::Chat | Endpoint::Messages => ("]", ",\"max_tokens\":"),
+            Endpoint::Responses => ("]", ",\"max_output_tokens\":"),
+            Endpoint::Completions => ("\"", ",\"max_tokens\":"),
+            Endpoint::Embeddings => ("\"}", ""),
         };
-        let mut body = String::with_capacity(self.opening.len() + chat.messages.len() + tools.len() + 160);
-        body.extend([self.opening.as_str(), &chat.messages, "],\"max_tokens\":", &answer_tokens.to_string()]);
-        body.extend([",\"temperature\":0,\"ignore_eos\":true,\"stream\":", stream]);
+        let bytes = self.opening.len() + chat.messages.len() + tools.len() + system.map_or(0, str::len);
+        let mut body = String::with_capacity(bytes + 160);
+        body.extend([self.opening.as_str(), &chat.messages, closing]);
+        if !self.endpoint.generates() {
+            return body;
+        }
+        body.extend([most, &answer_tokens.to_string()]);
+        body.extend([",\"temperature\":0,\"ignore_eos\":true,\"stream\":", &self.is_stream.to_string()]);
+        if self.is_stream && matches!(self.endpoint, Endpoint::Chat | Endpoint::Completions) {
+            body.push_str(",\"stream_options\":{\"include_usage\":true}");
+        }
         if !tools.is_empty() {
             body.extend([",\"tools\":[", tools, "]"]);
+        }
+        if let Some(system) = system {
+            body.extend([",\"system\":\"", system, "\""]);
         }
         body.push('}');
         body
@@ -125,7 +159,11 @@ impl Renderer {
 
     fn add_system(&self, chat: &mut Chat, system: &Piece) {
         let mut words = *system;
-        if self.has_tools {
+        if self.endpoint == Endpoint::Messages {
+            chat.system = Some(self.shared(&words));
+            return;
+        }
+        if self.has_tools && self.endpoint == Endpoint::Chat {
             // One half says what to do, the other what there is to do it with.
             words.tokens = (system.tokens / 2).max(1);
             let tools = Piece { tokens: system.tokens - system.tokens / 2, kind: Kind::ToolResult, ..*system };
@@ -141,7 +179,7 @@ impl Renderer {
                 out.push(' ');
             }
             match piece.kind {
-                Kind::Document => out.push_str(&self.shared(piece)),
+                Kind::System | Kind::Document => out.push_str(&self.shared(piece)),
                 _ => push_words(out, &mut generator(piece.name), piece.tokens),
             }
         }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::recording::{CHAT_PATH, Recorded};
+use super::endpoint::Endpoint;
+use super::recording::Recorded;
 use super::render::{Chat, Renderer};
 use crate::plan::trace::{TraceLine, replayed};
 use crate::plan::{Recipe, Session, Sessions};
@@ -34,6 +35,8 @@ pub enum Source {
 #[derive(Clone, Debug, Serialize)]
 pub struct Workload {
     pub source: Source,
+    /// What generated requests and those of a trace are sent to.
+    pub endpoint: Endpoint,
     pub requests: usize,
     pub model: String,
     pub stream: bool,
@@ -64,7 +67,8 @@ pub struct Plan {
     first: Vec<usize>,
     renderer: Renderer,
     scripted_answers: bool,
-    chat_path: Arc<str>,
+    endpoint: Endpoint,
+    path: Arc<str>,
     requests: usize,
 }
 
@@ -84,8 +88,8 @@ pub struct Script {
 impl Workload {
     /// Requests of a recipe, histories with the server's own answers.
     pub fn generated(recipe: Recipe, requests: usize, model: &str, seed: u64) -> Workload {
-        let source = Source::Generated(recipe);
-        Workload { source, requests, model: model.into(), stream: true, seed, scripted_answers: false }
+        let (source, endpoint) = (Source::Generated(recipe), Endpoint::Chat);
+        Workload { source, endpoint, requests, model: model.into(), stream: true, seed, scripted_answers: false }
     }
 
     /// The sessions. Exactly `requests` requests, or as many as a recording has.
@@ -116,9 +120,10 @@ impl Workload {
             first.push(requests);
             requests += turns;
         }
-        let renderer = Renderer::new(&self.model, self.stream, has_tools, image_bytes);
-        let (scripted_answers, chat_path) = (self.scripted_answers, CHAT_PATH.into());
-        Plan { sessions, first, renderer, scripted_answers, chat_path, requests }
+        let endpoint = self.endpoint;
+        let renderer = Renderer::new(endpoint, &self.model, self.stream, has_tools, image_bytes);
+        let (scripted_answers, path) = (self.scripted_answers, endpoint.path().into());
+        Plan { sessions, first, renderer, scripted_answers, endpoint, path, requests }
     }
 }
 
@@ -192,18 +197,18 @@ impl Plan {
         };
         let this = turns.get(turn)?;
         let before = turn.checked_sub(1).map(|before| &turns[before]);
-        if let Some(before) = before {
+        if let Some(before) = before.filter(|_| self.endpoint.generates()) {
             let server = answer.filter(|_| !self.scripted_answers);
             self.renderer.add_answer(&mut script.chat, before, server, this);
         }
         self.renderer.add_turn(&mut script.chat, this, before);
         Some(Prepared {
             index,
-            path: self.chat_path.clone(),
+            path: self.path.clone(),
             body: self.renderer.body(&script.chat, this.answer_tokens),
-            answer_tokens: this.answer_tokens,
+            answer_tokens: if self.endpoint.generates() { this.answer_tokens } else { 0 },
             pause_ns: this.pause_ns,
-            wants_text: turn + 1 < turns.len() && !self.scripted_answers,
+            wants_text: turn + 1 < turns.len() && !self.scripted_answers && self.endpoint.generates(),
         })
     }
 }

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::plan::{Images, Shape};
 use crate::prompt::TextModel;
+use crate::run::recording::CHAT_PATH;
 
 fn shared(seed: u64) -> Workload {
     Workload::generated(Recipe::shared_prefix(5, 1.0, 30, 10, 8), 200, "m", seed)
@@ -93,6 +94,61 @@ fn agents_call_tools_and_get_results() {
     assert!(tools.iter().any(|tool| tool["function"]["name"] == call["function"]["name"]));
     let arguments: Value = serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
     assert!(arguments["query"].as_str().unwrap().contains(' '));
+}
+
+#[test]
+fn a_text_grows_by_lines_and_by_the_answer_as_it_was_given() {
+    let text = |endpoint, answer: &str| -> Vec<String> {
+        let workload = Workload { endpoint, ..Workload::generated(Shape::Agents.recipe(), 40, "m", 2) };
+        assert!(prepared(&workload, answer).iter().all(|request| &*request.path == endpoint.path()));
+        let member = if endpoint == Endpoint::Completions { "prompt" } else { "input" };
+        let all = bodies(&workload, answer);
+        assert_eq!(all[0].get("max_tokens").is_some(), endpoint.generates(), "{}", all[0]);
+        all.iter().map(|body| body[member].as_str().unwrap().to_owned()).collect()
+    };
+    let (answered, embedded) = (text(Endpoint::Completions, "say \"yes\"\tnow"), text(Endpoint::Embeddings, "unused"));
+    let added = answered[1].strip_prefix(&*answered[0]).unwrap();
+    let (answer, result) = added.strip_suffix('\n').unwrap().split_once('\n').unwrap();
+    assert_eq!(answer, "say \"yes\"\tnow");
+    assert_eq!(embedded[1], format!("{}{result}\n", embedded[0]), "the same texts, and no answer between");
+    assert!(embedded[0] == answered[0] && result.split(' ').count() > 100, "{result}");
+}
+
+#[test]
+fn responses_and_messages_have_their_own_members_and_no_tools() {
+    let agents = |endpoint| {
+        let workload = Workload { endpoint, ..Workload::generated(Shape::Agents.recipe(), 40, "m", 2) };
+        assert!(prepared(&workload, "").iter().all(|request| &*request.path == endpoint.path()));
+        bodies(&workload, "thinking").swap_remove(1)
+    };
+    let roles = |messages: &Value| -> Vec<String> {
+        messages.as_array().unwrap().iter().map(|it| it["role"].as_str().unwrap().to_owned()).collect()
+    };
+    let (responses, messages) = (agents(Endpoint::Responses), agents(Endpoint::Messages));
+    assert_eq!(roles(&responses["input"]), ["system", "user", "assistant", "user"]);
+    assert_eq!(roles(&messages["messages"]), ["user", "assistant", "user"]);
+    assert_eq!(messages["messages"][1], json!({"role": "assistant", "content": "thinking"}));
+    assert_eq!(messages["system"], responses["input"][0]["content"]);
+    assert_eq!(messages["max_tokens"], responses["max_output_tokens"]);
+    for body in [&responses, &messages] {
+        assert!(body["stream"] == true && body.get("tools").or(body.get("stream_options")).is_none(), "{body}");
+    }
+}
+
+#[test]
+fn the_next_text_begins_with_the_tokens_that_the_engine_has() {
+    let model = TextModel::shipped().unwrap();
+    let plan = Workload { endpoint: Endpoint::Completions, ..chats(5, false) }.plan();
+    let text = |request: Prepared| {
+        let body: Value = serde_json::from_str(&request.body).unwrap();
+        model.encode(body["prompt"].as_str().unwrap()).unwrap()
+    };
+    let mut script = plan.script(0);
+    let mut cached = text(plan.next(&mut script, None).unwrap());
+    let (answer, words): (Vec<u32>, Vec<&str>) = model.answer(&cached, 0, 30).into_iter().unzip();
+    cached.extend(answer);
+    let next = text(plan.next(&mut script, Some(&words.concat())).unwrap());
+    assert_eq!(next[..cached.len()], cached[..]);
 }
 
 #[test]

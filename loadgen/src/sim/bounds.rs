@@ -1,7 +1,9 @@
 //! Owns what no router can beat: the hit rate of one cache of unlimited size, and that of one cache as large as the
 //! whole fleet's which knows the future. Never simulates time.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::BTreeSet;
+
+use hashbrown::{HashMap, HashSet};
 
 use super::fleet::Served;
 use super::workload::Workload;
