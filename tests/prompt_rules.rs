@@ -505,3 +505,18 @@ fn a_namespace_of_the_requests_own_gets_no_plain_credit() {
         check(&format!(r#""metadata":{{"{name}":"tenant"}}"#), true);
     }
 }
+
+/// vLLM cuts a prompt of token ids as well: its blocks begin elsewhere.
+#[test]
+fn a_prompt_that_the_engine_cuts_gets_no_credit() {
+    let check = |member: &str, expected: Result<(), NoBlocks>| {
+        let body = format!(r#"{{"prompt":[1,2,3,4],"truncate_prompt_tokens":{member}}}"#);
+        assert_eq!(
+            attempt(None, Endpoint::Completions, Vllm, None, body.as_bytes(), &[4], 0).map(drop),
+            expected,
+            "{body}"
+        );
+    };
+    check("3", Err(NoBlocks::Unsupported("truncated or embedded prompts")));
+    check("null", Ok(()));
+}

@@ -228,7 +228,7 @@ impl Counted<'_> {
     /// Series end with their workers, as those of requests do.
     fn forget_departed(&mut self, fleet: &Fleet, now: Instant) {
         self.seen.retain(|id, seen| {
-            if fleet.workers.iter().any(|worker| worker.id == *id) {
+            if fleet.workers.binary_search_by(|worker| worker.id.cmp(id)).is_ok() {
                 *seen = now;
             }
             let stays = now.duration_since(*seen) < DEPARTED_SERIES_KEPT;

@@ -365,11 +365,9 @@ impl Prompter {
         variant: &Variant,
         (body, body_bytes): (Body<'_>, usize),
     ) -> Result<Rendered, NoBlocks> {
+        body.check_is_plain()?;
         if let Some(ids) = given_ids(&body, engine) {
             return Ok(Rendered::Ids(ids));
-        }
-        if body.truncate_prompt_tokens.is_some() || body.prompt_embeds.is_some() {
-            return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
         }
         let mut rendered = match endpoint {
             Endpoint::Completions => self.completion(engine, body),
@@ -526,6 +524,7 @@ fn given_ids(body: &Body<'_>, engine: EngineRules) -> Option<Vec<u32>> {
 pub(super) fn token_ids(body: &[u8]) -> Result<Prompt, NoBlocks> {
     let text = std::str::from_utf8(body).map_err(|_| NoBlocks::BadJson)?;
     let body = Body::read(text)?;
+    body.check_is_plain()?;
     match given_ids(&body, EngineRules::Sglang) {
         Some(ids) => Ok(Prompt { text: None, ids }),
         None if body.messages.is_none() && body.prompt.is_none() && body.input.is_none() => Err(NoBlocks::NoPrompt),

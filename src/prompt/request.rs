@@ -92,11 +92,18 @@ impl<'a> Body<'a> {
             .object(|reader, key| body.member(reader, &key, |look| look.pass()))
             .and_then(|()| reader.end())
             .map_err(|error| bad_json(error.what))?;
-        // Plain blocks of the same text are of no use to it, and credit for them would be false.
-        if body.has_namespace {
+        Ok(body)
+    }
+
+    /// Refuses what the engine does not keep as plain blocks of the prompt as it came: credit for those would be false.
+    pub fn check_is_plain(&self) -> Result<(), NoBlocks> {
+        if self.has_namespace {
             return Err(NoBlocks::Unsupported("a cache namespace of the request's own"));
         }
-        Ok(body)
+        if self.truncate_prompt_tokens.is_some() || self.prompt_embeds.is_some() {
+            return Err(NoBlocks::Unsupported("truncated or embedded prompts"));
+        }
+        Ok(())
     }
 
     /// Reads the top-level member `key`, whose value the reader is at, or passes over it. `look` sees every value once.

@@ -19,7 +19,7 @@ pub struct BodyFacts {
     /// Keys of what the request refers to, in the order messages, system, images; repetitions included.
     pub images: Vec<ImageKey>,
     pub retention: Retention,
-    /// Entries of `messages`.
+    /// Entries of `messages` and `input`, and the parts that an entry has beyond its first: about what a template goes through.
     pub messages: usize,
 }
 
@@ -72,7 +72,7 @@ impl FactsScan {
 
     /// What the members read so far say.
     pub fn facts(self) -> BodyFacts {
-        let messages = self.messages.entries;
+        let messages = self.messages.entries + self.input.entries;
         let sources = [self.messages, self.input, self.system, self.images];
         let is_multimodal = self.has_audio || sources.iter().any(|source| source.is_there);
         let images = sources.into_iter().flat_map(|source| source.keys).take(IMAGES_PER_REQUEST_MAX).collect();
@@ -169,6 +169,7 @@ impl Part {
             media.is_there = true;
             media.keys.extend(self.reference.map(|(_, key)| key));
         }
+        media.entries += self.inside.entries.saturating_sub(1);
         media.is_there |= self.inside.is_there;
         media.keys.extend(self.inside.keys);
         media.keys.truncate(IMAGES_PER_REQUEST_MAX);

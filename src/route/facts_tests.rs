@@ -19,6 +19,22 @@ fn check_images(body: &str, is_multimodal: bool, references: &[&str]) {
     assert_eq!((facts.is_multimodal, facts.images), (is_multimodal, expected), "{body}");
 }
 
+/// What decides whether a short body is rendered on the shard: many small entries take long, wherever they stand.
+#[test]
+fn entries_are_counted_in_every_form_of_a_conversation() {
+    let part = r#"{"type":"text","text":"t"}"#;
+    let parts = |count: usize| format!("[{}]", vec![part; count].join(","));
+    for (body, expected) in [
+        (r#"{"messages":[{"content":"a"},{"content":null},7]}"#.to_owned(), 2),
+        (format!(r#"{{"messages":[{{"content":{0}}},{{"content":{0}}}]}}"#, parts(1)), 2),
+        (format!(r#"{{"messages":[{{"content":{}}}]}}"#, parts(600)), 600),
+        (format!(r#"{{"input":{}}}"#, parts(600)), 600),
+        (r#"{"input":"text","tools":[{},{}]}"#.to_owned(), 0),
+    ] {
+        assert_eq!(facts(&body).messages, expected, "{body}");
+    }
+}
+
 #[test]
 fn openai_parts() {
     check_images(

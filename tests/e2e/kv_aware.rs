@@ -198,6 +198,26 @@ fn workers_with_different_block_sizes_serve_one_model() {
     router.wait_for_rest();
 }
 
+/// A salt keeps a tenant's blocks apart on the engine: what others have left there of the same text is no credit.
+#[test]
+fn a_salted_request_gets_no_plain_credit() {
+    let tokenizer = tokenizer();
+    let engines = [engine(EngineStyle::Vllm, 4096)];
+    let router =
+        router().engine(&engines[0]).args(&["--router-tokenizer-path", tokenizer.path().to_str().unwrap()]).ready();
+    wait_for_feeds(&router, engines.len());
+    let plain = chat(&long_prefix("alpha"));
+    assert_eq!(router.post("/v1/chat/completions", &plain).status, 200);
+    wait_for_mirror(&router, &engines);
+    let hits = || router.metric_sum("infera_prefix_cache_blocks_hit_total");
+    let mut salted: Value = serde_json::from_str(&plain).unwrap();
+    salted["cache_salt"] = "tenant".into();
+    assert_eq!(router.post("/v1/chat/completions", &salted.to_string()).status, 200);
+    assert_eq!(hits(), 0.0);
+    assert_eq!(router.post("/v1/chat/completions", &plain).status, 200);
+    assert!(hits() > 0.0);
+}
+
 /// `/v1/responses` with the same text as a chat before it: the engine makes the same prompt of both.
 #[test]
 fn a_responses_request_is_routed_by_its_own_prompt() {
