@@ -16,7 +16,7 @@ use http::StatusCode;
 
 use crate::clock::{self, Fired, Slot};
 use crate::config::{EngineConfig, sweep_period};
-use crate::connection;
+use crate::connection::{self, Level};
 use crate::mailbox::{self, Mailbox, Message};
 use crate::net::runtime::{DriverReport, ShardRuntime};
 use crate::net::{self, Listener, listener};
@@ -386,9 +386,11 @@ async fn accept<S: Service>(listener: Listener, shard: Rc<Shard>, service: Rc<S>
 fn admit<S: Service>(stream: net::Stream, peer: SocketAddr, shard: &Rc<Shard>, service: &Rc<S>) {
     shard.counters.connections_accepted.add(1);
     if shard.counters.connections_open.get() < shard.limits.connections_max as u64 {
+        let open = Level::open_connection(shard);
+        let (own, service) = (shard.clone(), service.clone());
         match &shard.tls {
-            None => shard::spawn_watchful(connection::serve(shard.clone(), service.clone(), stream, peer)),
-            Some(_) => shard::spawn_watchful(connection::serve_secure(shard.clone(), service.clone(), stream, peer)),
+            None => shard::spawn_watchful(connection::serve(own, service, stream, peer, open)),
+            Some(_) => shard::spawn_watchful(connection::serve_secure(own, service, stream, peer, open)),
         }
         return;
     }

@@ -14,7 +14,7 @@ pub struct ShardStats {
     pub upstream_reuses: u64,
     pub upstream_idle: u64,
     pub bytes_to_client: u64,
-    /// Exchanges that ended because the client left.
+    /// Exchanges that ended because the client left or stopped reading.
     pub client_aborts: u64,
     /// Messages that the engine refused by itself.
     pub rejections: u64,

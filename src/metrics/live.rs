@@ -307,7 +307,7 @@ fn engine(scrape: &Scrape, page: &MetricsPage) -> Result<(), Error> {
         ("infera_router_upstream_connects_total", "Upstream connections opened."),
         ("infera_router_upstream_reuses_total", "Requests sent on an upstream connection that had served others."),
         ("infera_router_client_bytes_total", "Bytes written to clients."),
-        ("infera_router_client_aborts_total", "Exchanges that ended because the client left."),
+        ("infera_router_client_aborts_total", "Exchanges that ended because the client left or stopped reading."),
         ("infera_router_rejections_total", "Messages refused by the HTTP engine (framing, size, time)."),
         ("infera_router_tls_handshake_failures_total", "Client connections that ended in their TLS handshake."),
         ("infera_router_panics_total", "Panics caught in connection tasks."),

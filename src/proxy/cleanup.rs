@@ -20,6 +20,7 @@ use super::stages::Stage;
 use crate::fleet::Worker;
 use crate::limits;
 use crate::pd::{Leg, RequestIds};
+use crate::worker::Name;
 
 pub(super) const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -182,9 +183,9 @@ async fn abort(side: &ShardSide, worker: &Worker, address: SocketAddr, rid: &str
 
 /// Frees KV that a prefill worker holds for a decode request that will not come: a decode request of one token, whose
 /// answer nobody reads, pulls it.
-pub(super) fn release(call: LegCall) {
+pub(super) fn release(call: LegCall, prefill_worker: Name) {
     spawn_local(async move {
-        let (side, worker) = (call.side.clone(), call.worker.id.clone());
+        let side = call.side.clone();
         let shared = &side.shared;
         let served = async {
             let response = call.send().await.ok()?;
@@ -195,15 +196,18 @@ pub(super) fn release(call: LegCall) {
         shared.metrics.pairs.aborted(status.is_some_and(|status| status.is_success()));
         // A decode engine that took the request and failed on it has looked for the KV: it was gone already.
         if status.is_none_or(|status| status.is_client_error()) {
-            stranded(shared, &worker);
+            stranded(shared, &prefill_worker);
         }
     });
 }
 
 /// Nobody is left to free the KV.
-pub(super) fn stranded(shared: &Shared, worker: &str) {
+pub(super) fn stranded(shared: &Shared, prefill_worker: &str) {
     shared.metrics.pairs.stranded_transfers_total.inc();
-    warn!(worker, "KV of a request that ended may stay on its prefill worker until that frees it by itself");
+    warn!(
+        worker = prefill_worker,
+        "KV of a request that ended may stay on its prefill worker until that frees it by itself"
+    );
 }
 
 /// Lets a prefill answer go on after decode has ended, for at most `limit`; then the pair is aborted.

@@ -109,7 +109,7 @@ pub(super) async fn serve(
                 // own it if the client left meanwhile.
                 drop(attempt);
                 if held.is_none() {
-                    back_off(tried.attempts()).await;
+                    back_off(service, tried.attempts()).await;
                 }
             }
         }

@@ -278,8 +278,7 @@ async fn attempts(
             Err(Trouble::Worker(error)) => {
                 picked.failed_by(shared, &error);
                 // Whoever was not reached has done nothing: trying the next one asks no more of the fleet than one request may.
-                let is_free = matches!(error.kind, UpstreamErrorKind::Connect(_) | UpstreamErrorKind::ConnectTimeout);
-                if !(may_retry && (is_free || service.may_spend_a_retry())) {
+                if !(may_retry && (error.is_unreached() || service.may_spend_a_retry())) {
                     return Err(worker_error(&picked, &error));
                 }
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
@@ -289,16 +288,18 @@ async fn attempts(
         tried.push(picked.worker.id.clone());
         // What the failed attempt held must not be held while waiting.
         drop(picked);
-        back_off(tried.len()).await;
+        back_off(service, tried.len()).await;
     }
 }
 
 /// The first retry goes out at once: another worker knows nothing of this one's trouble. Further ones wait a random
 /// while, so that a failing fleet is not asked by everybody in step.
-pub(super) async fn back_off(failed_attempts: usize) {
+pub(super) async fn back_off(service: &RouterService, failed_attempts: usize) {
     if let Some(most_ms) = longest_delay_ms(failed_attempts) {
+        let begun = Instant::now();
         // Boxed: the timer is large and aligned to cache lines, which every request would inherit.
         boxed(|| time::sleep(Duration::from_millis(fastrand::u64(..=most_ms)))).await;
+        service.took(Stage::Pause, begun.elapsed());
     }
 }
 

@@ -22,7 +22,7 @@ use crate::limits;
 use crate::pd::{self, AttemptIds, Handoff, Members, PdEndpoint, Schedule};
 use crate::worker::Name;
 
-/// KV that nobody has pulled.
+/// KV that nobody has pulled, or that a prefill leg may still leave.
 pub(super) struct Held {
     request: Rc<Request>,
     endpoint: PdEndpoint,
@@ -31,9 +31,12 @@ pub(super) struct Held {
     prefill_worker: Name,
     /// What the prefill answer said, in a serial protocol.
     handoff: Option<Handoff>,
+    /// The leg, told that its client left, as long as it may have something to say.
+    unanswered: Option<PrefillFuture>,
 }
 
 /// A decode worker that may free it; outlives the attempt that picked it.
+#[derive(Clone)]
 struct Way {
     side: Rc<ShardSide>,
     peers: PairPeers,
@@ -61,15 +64,37 @@ impl Held {
         self.release(Way::of(attempt));
     }
 
+    fn release(mut self, way: Way) {
+        match self.unanswered.take() {
+            None => self.pull(way),
+            Some(prefill) => spawn_local(async move {
+                if self.is_left_by(prefill).await {
+                    self.pull(way);
+                }
+            }),
+        }
+    }
+
+    /// Waits for what the leg still says: whether there is KV.
+    async fn is_left_by(&mut self, prefill: PrefillFuture) -> bool {
+        let Some(PrefillEnd::Done(answer)) = time::timeout(limits::ABORT_DEADLINE, prefill).await else { return false };
+        let protocol = self.peers.pair().protocol();
+        if protocol.schedule() == Schedule::Serial {
+            let Ok(Some(handoff)) = Handoff::of(protocol, &answer) else { return false };
+            self.handoff = Some(handoff);
+        }
+        true
+    }
+
     /// The body is read again here: few requests end between their legs.
-    fn release(self, way: Way) {
+    fn pull(self, way: Way) {
         let pair = self.peers.with_decode_of(&way.peers);
         let Ok(members) = Members::scan(&self.request.body) else { return };
         if pair.decode.protocol != pair.protocol() {
             return cleanup::stranded(&way.side.shared, &self.prefill_worker);
         }
         let leg = pd::release_leg(&pair, self.endpoint, &members, &self.ids, self.handoff.as_ref());
-        cleanup::release(LegCall {
+        let call = LegCall {
             side: way.side,
             worker: way.worker,
             address: way.address,
@@ -78,11 +103,21 @@ impl Held {
             leg,
             is_read_here: true,
             progress: None,
-        });
+        };
+        cleanup::release(call, self.prefill_worker);
     }
 
-    pub fn count_stranded(self, service: &RouterService) {
-        cleanup::stranded(&service.shared, &self.prefill_worker);
+    /// There is no decode worker to free it through.
+    pub fn count_stranded(mut self, service: &RouterService) {
+        let side = service.side.clone();
+        match self.unanswered.take() {
+            None => cleanup::stranded(&side.shared, &self.prefill_worker),
+            Some(prefill) => spawn_local(async move {
+                if self.is_left_by(prefill).await {
+                    cleanup::stranded(&side.shared, &self.prefill_worker);
+                }
+            }),
+        }
     }
 }
 
@@ -115,6 +150,7 @@ impl PrefillLeg {
             peers: attempt.pair.peers.clone(),
             prefill_worker: attempt.pair.prefill.worker.id.clone(),
             handoff: None,
+            unanswered: None,
         };
         let left = |progress| Left { held: held(), way: Way::of(attempt), progress, decode: None, is_kv_left: false };
         Self { future: Some(future), left: progress.map(|progress| Box::new(left(progress))) }
@@ -161,9 +197,18 @@ impl PrefillLeg {
         self.future.take()
     }
 
-    /// Gives away the KV that the leg has left, if there is any; frees nothing more by itself then.
+    /// Gives away the KV that the leg has left or may still leave; frees nothing more by itself then. A leg that is under
+    /// way ends here: an undelivered request dies with its connection, a delivered one is told that its client left, and an
+    /// answer that was already on its way is still to be read.
     pub fn take_held(&mut self) -> Option<Held> {
-        self.left.take_if(|left| left.is_kv_left).map(|left| left.held)
+        let mut left = self.left.take()?;
+        if left.is_kv_left {
+            return Some(left.held);
+        }
+        let prefill = self.future.take().filter(|_| left.progress.is_delivered() && !left.is_with_decode())?;
+        left.progress.close_sending();
+        left.held.unanswered = Some(prefill);
+        Some(left.held)
     }
 }
 
@@ -175,28 +220,12 @@ impl Left {
 
 impl Drop for PrefillLeg {
     fn drop(&mut self) {
-        let Some(left) = self.left.take() else { return };
-        if left.is_with_decode() {
+        if self.is_with_decode() {
             return;
         }
-        let Left { held, way, progress, is_kv_left, .. } = *left;
-        if is_kv_left {
-            return held.release(way);
+        let way = self.left.as_ref().map(|left| left.way.clone());
+        if let (Some(held), Some(way)) = (self.take_held(), way) {
+            held.release(way);
         }
-        // An undelivered request dies with its connection. A delivered one is told that its client left; an answer that
-        // was already on its way is still read.
-        let Some(future) = self.future.take().filter(|_| progress.is_delivered()) else { return };
-        progress.close_sending();
-        spawn_local(free_what_it_still_says(future, held, way));
     }
-}
-
-async fn free_what_it_still_says(prefill: PrefillFuture, mut held: Held, way: Way) {
-    let Some(PrefillEnd::Done(answer)) = time::timeout(limits::ABORT_DEADLINE, prefill).await else { return };
-    let protocol = held.peers.pair().protocol();
-    if protocol.schedule() == Schedule::Serial {
-        let Ok(Some(handoff)) = Handoff::of(protocol, &answer) else { return };
-        held.handoff = Some(handoff);
-    }
-    held.release(way);
 }

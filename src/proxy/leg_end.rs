@@ -65,6 +65,11 @@ impl LegFailure {
         Self { role: Role::Prefill, worker: worker.clone(), reason, said, phase: "handoff", is_timeout: false, blame }
     }
 
+    /// Nobody has seen the leg's request.
+    pub fn is_unreached(&self) -> bool {
+        matches!(&self.blame, Blame::Transport(error) if error.is_unreached())
+    }
+
     pub fn into_error(self) -> ApiError {
         let Self { worker, phase, reason, said, .. } = &self;
         let reason = format!("{} worker {worker} failed ({phase}): {reason}{said}", self.role.as_str());

@@ -128,11 +128,12 @@ impl Attempt<'_> {
         }
     }
 
-    /// Whether another pair is to be tried; takes the retry out of the budget. Asked once per failure.
-    fn takes_retry(&self, failed: Role) -> bool {
+    /// Whether another pair is to be tried. Takes the retry out of the budget, except where the leg's worker could not be
+    /// reached, as for a request that one worker serves. Asked once per failure.
+    fn takes_retry(&self, failed: Role, is_unreached: bool) -> bool {
         self.pair.has_another(failed)
             && (self.failed_before as u32) < self.service.live().retries_max
-            && self.service.may_spend_a_retry()
+            && (is_unreached || self.service.may_spend_a_retry())
     }
 
     /// A leg has failed: its worker alone is to blame.
@@ -310,7 +311,10 @@ async fn prefill_failed(
             attempt.service.shared.metrics.pairs.leg_failed(Role::Prefill, "refused");
             answered_badly(attempt, Role::Prefill, answer, None, responder).await
         }
-        PrefillEnd::Failed(failure) => attempt.failed(failure, None, attempt.takes_retry(Role::Prefill)),
+        PrefillEnd::Failed(failure) => {
+            let is_retried = attempt.takes_retry(Role::Prefill, failure.is_unreached());
+            attempt.failed(failure, None, is_retried)
+        }
         PrefillEnd::Done(_) => Ending::Failed(ApiError::Internal),
     }
 }
@@ -337,11 +341,14 @@ async fn decode_failed(
         // An engine that had the request frees its KV when the connection breaks.
         Err(error) => (LegFailure::of(Role::Decode, worker, error), held.filter(|_| !is_with_decode)),
     };
-    let is_retried = attempt.takes_retry(Role::Decode);
-    if let (Some(_), false) = (&held, is_retried) {
-        cleanup::stranded(&attempt.service.shared, &attempt.pair.prefill.worker.id);
+    let is_retried = attempt.takes_retry(Role::Decode, failure.is_unreached());
+    if is_retried {
+        return attempt.failed(failure, held, true);
     }
-    attempt.failed(failure, held, is_retried)
+    if let Some(held) = held {
+        held.count_stranded(attempt.service);
+    }
+    attempt.failed(failure, None, false)
 }
 
 /// A leg's answer ends the attempt by its status: another pair is tried where it may do better, else the worker's own
@@ -356,7 +363,7 @@ async fn answered_badly(
     let live = attempt.service.live();
     let (picked, standing) = (attempt.picked(role), Standing::of(&answer, &live.outbound));
     picked.answered(&attempt.service.shared, standing);
-    if standing.is_worth_a_retry() && attempt.takes_retry(role) {
+    if standing.is_worth_a_retry() && attempt.takes_retry(role, false) {
         let (leg, worker) = (role.as_str(), &picked.worker.id);
         debug!(leg, worker = &**worker, status = answer.status.as_u16(), "retrying on another pair");
         attempt.service.shared.retried("status");
@@ -393,7 +400,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         Err(error) => {
             prefill.disarm();
             let failure = LegFailure::of_handoff(&attempt.pair.prefill.worker.id, &error);
-            return attempt.failed(failure, None, attempt.takes_retry(Role::Prefill));
+            return attempt.failed(failure, None, attempt.takes_retry(Role::Prefill, false));
         }
     };
     let leg = pd::decode_leg(

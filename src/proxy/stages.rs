@@ -27,13 +27,15 @@ pub enum Stage {
     Connect,
     /// From the pick to the first byte of the answer's body.
     FirstByte,
+    /// Between a failed attempt and the next one; the first retry goes out without it.
+    Pause,
 }
 
 impl Stage {
-    pub const COUNT: usize = 8;
+    pub const COUNT: usize = 9;
 
     pub const NAMES: [&'static str; Self::COUNT] =
-        ["parse", "render", "encode", "hash", "query", "pick", "connect", "first_byte"];
+        ["parse", "render", "encode", "hash", "query", "pick", "connect", "first_byte", "pause"];
 }
 
 /// Upper bounds of the buckets, nanoseconds: from a microsecond, which a pick takes, to seconds, which prefill takes.
@@ -57,7 +59,8 @@ const BOUNDS_NS: [u64; 15] = [
 
 const NAME: &str = "infera_router_stage_seconds";
 const HELP: &str = "Seconds that requests spent in each stage; first_byte is from the pick to the first byte of the \
-                    answer's body, connect only where a connection was opened.";
+                    answer's body, connect only where a connection was opened, pause before a second retry and further \
+                    ones.";
 
 /// One stage on one shard.
 #[derive(Debug, Default)]

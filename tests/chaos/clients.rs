@@ -47,7 +47,7 @@ pub fn run(address: SocketAddr, mut random: fastrand::Rng, faulty: bool, is_over
                 misbehave(connection, &asked, &mut random);
                 break;
             }
-            let bytes = request("POST", "/v1/completions", "", asked.body.as_bytes());
+            let bytes = asked.bytes();
             let sent = if faulty && random.u8(..16) == 0 {
                 dribble(connection.stream(), &bytes)
             } else {
@@ -97,6 +97,8 @@ struct Asked {
     id: String,
     words: usize,
     is_stream: bool,
+    /// Half of the requests belong to a session.
+    headers: String,
     body: String,
 }
 
@@ -121,7 +123,13 @@ impl Asked {
         let padding = if random.u8(..20) == 0 { random.usize(1_000..300_000) } else { random.usize(..200) };
         let prompt = format!("{words} {id} {}", "x".repeat(padding));
         let body = serde_json::json!({"model": "m", "prompt": prompt, "stream": is_stream}).to_string();
-        Self { id, words, is_stream, body }
+        let session = random.u8(..128);
+        let headers = if session < 64 { format!("X-Dynamo-Session-ID: s{session}\r\n") } else { String::new() };
+        Self { id, words, is_stream, headers, body }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        request("POST", "/v1/completions", &self.headers, self.body.as_bytes())
     }
 
     fn verdict(&self, answer: &Answer) -> Verdict {
@@ -176,7 +184,7 @@ impl Asked {
 
 /// Leaves in some way before the answer is read.
 fn misbehave(mut connection: Connection, asked: &Asked, random: &mut fastrand::Rng) {
-    let bytes = request("POST", "/v1/completions", "", asked.body.as_bytes());
+    let bytes = asked.bytes();
     match random.u8(..5) {
         // In the middle of the request.
         0 => _ = connection.reader.get_mut().write_all(&bytes[..random.usize(..bytes.len())]),

@@ -1,5 +1,5 @@
 //! An engine whose answers can be checked, and which breaks in every way that a connection can break in. A request's
-//! prompt is `<words> <id>`; its answer is the id and that many numbered words.
+//! prompt is `<words> <id>`; its answer is the id and that many numbered words, and what a decode engine would need.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -241,9 +241,10 @@ fn break_off(mut stream: &TcpStream, fault: Fault) -> std::io::Result<()> {
 }
 
 fn whole_answer(mut stream: &TcpStream, id: &str, words: usize, fault: Option<Fault>) -> std::io::Result<()> {
+    let handed_over = serde_json::json!({"remote_engine_id": "e", "remote_block_ids": [1], "remote_host": "127.0.0.1"});
+    let usage = serde_json::json!({"prompt_tokens": 3, "completion_tokens": words});
     let body =
-        serde_json::json!({ "text": text(id, words), "usage": {"prompt_tokens": 3, "completion_tokens": words} })
-            .to_string();
+        serde_json::json!({"text": text(id, words), "usage": usage, "kv_transfer_params": handed_over}).to_string();
     match fault {
         None | Some(Fault::EmptyStream | Fault::ErrorEvent) => {
             respond(stream, "200 OK", "application/json", body.as_bytes())

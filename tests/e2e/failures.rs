@@ -194,12 +194,35 @@ fn b52_ambiguous_framing_is_refused_and_nothing_reaches_the_worker() {
     check(format!("{head}Content-Length: +5\r\n\r\nabcde{smuggled}").as_bytes(), 400);
     check(format!("{head}Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n{smuggled}").as_bytes(), 400);
     check(format!("{head}Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n{smuggled}").as_bytes(), 400);
+    // Read as a framing header by workers that know no difference between `_` and `-`.
+    check(format!("{head}Content-Length: 5\r\nTransfer_Encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}").as_bytes(), 400);
+    check(format!("{head}Content_Length: 5\r\n\r\nabcde{smuggled}").as_bytes(), 400);
     check(format!("{head}Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n{smuggled}").as_bytes(), 400);
     check(format!("{head}Content-Length: 5000\r\n\r\n").as_bytes(), 413);
     check(format!("{head}Content-Length: 5000\r\nExpect: 100-continue\r\n\r\n").as_bytes(), 413);
     check(format!("{head}X-Long: {}\r\n\r\n", "y".repeat(100_000)).as_bytes(), 431);
     assert_eq!(worker.requests(), 0);
     assert_eq!(client::get(router.address, "/health").status, 200);
+}
+
+/// An answer whose framing the client's side may read otherwise does not get there; its other odd names do.
+#[test]
+fn b52_answers_whose_names_become_framing_behind_us_are_502() {
+    let bad = worker(|_, conversation| {
+        conversation.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer_Encoding: chunked\r\n\r\n{}");
+        Then::KeepAlive
+    });
+    let answer = router_of(&bad, &[]).post("/v1/completions", BODY);
+    assert_eq!((answer.status, answer.json()["error"]["code"].as_str()), (502, Some("worker_failed")));
+    let fine = worker(|_, conversation| {
+        let lines = "X_Trace: t\r\nKeep_Alive: 9\r\nX_Worker_Instance_Id: w\r\n";
+        conversation.write(format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n{lines}\r\n{{}}").as_bytes());
+        Then::KeepAlive
+    });
+    let answer = router_of(&fine, &["--answer-names-worker", "true"]).post("/v1/completions", BODY);
+    let seen = ["x_trace", "keep_alive", "x_worker_instance_id"].map(|name| answer.header(name));
+    assert_eq!((answer.status, seen), (200, [Some("t"), None, None]));
+    assert!(answer.header("x-worker-instance-id").is_some_and(|id| id != "w"));
 }
 
 /// A body that breaks in what came with its head: nothing has gone out yet, so the client reads who is to blame.

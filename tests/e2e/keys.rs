@@ -4,7 +4,7 @@ use std::io::Write;
 
 use crate::support::client::exchange;
 use crate::support::router::{Start, router};
-use crate::support::worker::{Then, worker};
+use crate::support::worker::{Then, json_worker, worker};
 
 const BODY: &[u8] = br#"{"model":"m","prompt":"x"}"#;
 const CLIENT_HEADERS: &str = "Authorization: Bearer tok-user\r\nCookie: s=secret-cookie\r\nX-Api-Key: tok-user-2\r\n\
@@ -45,6 +45,29 @@ fn b57_credentials_end_where_the_table_says() {
     check(&["--api-key-file", keys], None, None, None);
     let both = ["--api-key-file", keys, "--worker-api-key-file", worker_key];
     check(&both, Some("Bearer tok-worker"), None, None);
+}
+
+/// The same names as a WSGI or CGI worker reads them: `X_Api_Key` is `X-Api-Key` there. What nobody owns passes.
+#[test]
+fn b57_credentials_and_internal_headers_end_here_in_every_spelling() {
+    let worker_key = file("tok-worker\n");
+    let spoofed = "X_Api_Key: tok-user\r\nProxy_Authorization: p\r\nX_Worker_Instance_Id: spoofed\r\n\
+                   X.Data.Parallel.Rank: 7\r\nX_Prefill_Instance_Id: spoofed\r\nX_Trace_Of_Mine: t\r\n";
+    let seen_with = |arguments: &[&str], ranks: &str| {
+        let worker = json_worker("{}");
+        let described = format!("http://{},model=m,block-size=16{ranks}", worker.address);
+        let router = router().round_robin().args(&["--worker", &described]).args(arguments).ready();
+        assert_eq!(exchange(router.address, "POST", "/v1/completions", spoofed, BODY).status, 200);
+        let names = |line: &String| line.split_once(':').map(|(name, _)| name.to_ascii_lowercase()).unwrap();
+        worker.seen()[0].headers.iter().map(names).collect::<Vec<_>>()
+    };
+    let common = ["host", "x_trace_of_mine", "content-type"];
+    let keyed = ["--worker-api-key-file", worker_key.path().to_str().unwrap()];
+    let own = seen_with(&keyed, ",dp-size=2");
+    assert_eq!(own, [&common[..], &["authorization", "x-data-parallel-rank", "content-length"]].concat());
+    // Without a key of ours the client's goes on, however it is spelt, and so does a rank that nobody picked.
+    let passed = seen_with(&[], "");
+    assert_eq!(passed, [&["host", "x_api_key", "x.data.parallel.rank"], &common[1..], &["content-length"]].concat());
 }
 
 #[test]

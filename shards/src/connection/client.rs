@@ -1,11 +1,12 @@
 //! The client's end of a connection while an answer is written: whole writes with a stall limit, counted. It never
 //! reads.
 
+use std::cell::Cell;
 use std::pin::pin;
 use std::rc::Rc;
 
 use crate::buffers;
-use crate::clock::Slot;
+use crate::clock::{Fired, Slot};
 use crate::net::{IoBuf, Stream};
 use crate::shard::Shard;
 
@@ -28,11 +29,17 @@ pub(crate) struct Client {
     pub(super) task: Slot,
     /// Writes wait elsewhere in the task's tree, possibly under another waker.
     writes: Slot,
+    /// A write failed, or made no progress for too long.
+    is_lost: Cell<bool>,
 }
 
 impl Client {
     pub(super) fn new(shard: Rc<Shard>, stream: Stream) -> Client {
-        Client { stream, shard, task: Slot::new(), writes: Slot::new() }
+        Client { stream, shard, task: Slot::new(), writes: Slot::new(), is_lost: Cell::new(false) }
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.get()
     }
 
     /// Writes all of `buffer`, which is whole again afterwards unless this fails or is dropped. The stall limit starts
@@ -42,10 +49,16 @@ impl Client {
         let mut sent = 0;
         while sent < buffer.bytes_init() {
             let write = pin!(self.stream.send(std::mem::take(buffer).slice(sent..)));
-            let (result, rest) = self.writes.within(Some(stall), write).await.map_err(|_| ClientGone)?;
+            let (result, rest) = self.writes.within(Some(stall), write).await.map_err(|fired| {
+                self.is_lost.set(fired == Fired::Expired);
+                ClientGone
+            })?;
             *buffer = rest.into_inner();
             match result {
-                Ok(0) | Err(_) => return Err(ClientGone),
+                Ok(0) | Err(_) => {
+                    self.is_lost.set(true);
+                    return Err(ClientGone);
+                }
                 Ok(written) => {
                     sent += written;
                     self.shard.counters.bytes_to_client.add(written as u64);

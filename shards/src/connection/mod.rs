@@ -46,13 +46,15 @@ enum Exchange {
 }
 
 /// Serves one connection of a TLS listener to its end.
-pub(crate) async fn serve_secure<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: Stream, peer: SocketAddr) {
-    let open = Level::up(&shard, |counters| &counters.connections_open);
+pub(crate) async fn serve_secure<S: Service>(
+    shard: Rc<Shard>,
+    service: Rc<S>,
+    stream: Stream,
+    peer: SocketAddr,
+    open: Level,
+) {
     match Box::pin(handshake::run(&shard, &stream)).await {
-        Ok(()) => {
-            drop(open);
-            serve(shard, service, stream, peer).await;
-        }
+        Ok(()) => serve(shard, service, stream, peer, open).await,
         Err(failure) => {
             shard.counters.tls_failures.add(1);
             tracing::debug!(%peer, %failure, "a TLS handshake failed");
@@ -70,9 +72,14 @@ pub(crate) async fn serve_secure<S: Service>(shard: Rc<Shard>, service: Rc<S>, s
 }
 
 /// Serves one connection to its end.
-pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: Stream, peer: SocketAddr) {
+pub(crate) async fn serve<S: Service>(
+    shard: Rc<Shard>,
+    service: Rc<S>,
+    stream: Stream,
+    peer: SocketAddr,
+    _open: Level,
+) {
     let client = Rc::new(Client::new(shard, stream));
-    let _open = Level::up(&client.shard, |counters| &counters.connections_open);
     let mut input = Input::default();
     let mut watch = pin!(None);
     let arm = |how| wait(client.stream.clone(), how);
@@ -92,20 +99,23 @@ pub(crate) async fn serve<S: Service>(shard: Rc<Shard>, service: Rc<S>, stream: 
         match outcome {
             Exchange::Done if responder.may_continue() => {}
             Exchange::Done if responder.is_complete() => return Box::pin(farewell(&client)).await,
-            Exchange::Done if responder.started() => return,
+            Exchange::Done if responder.started() => {
+                client.shard.counters.client_aborts.add(u64::from(client.is_lost()));
+                return responder.break_off();
+            }
             Exchange::Done => return Box::pin(internal_error(&*service, &mut responder, peer)).await,
             Exchange::Panicked(panic) => {
                 shard::report_panic(&*panic, "service");
                 if !responder.started() {
                     Box::pin(internal_error(&*service, &mut responder, peer)).await;
                 }
-                return;
+                return responder.break_off();
             }
             Exchange::ClientGone => {
                 client.shard.counters.client_aborts.add(1);
                 return;
             }
-            Exchange::Stopped => return,
+            Exchange::Stopped => return responder.break_off(),
         }
     }
 }
@@ -241,12 +251,17 @@ async fn farewell(client: &Client) {
 }
 
 /// A level in the shard's counters that falls again by drop.
-struct Level {
+pub(crate) struct Level {
     shard: Rc<Shard>,
     counter: fn(&crate::stats::ShardCounters) -> &crate::stats::Counter,
 }
 
 impl Level {
+    /// An accepted connection counts from then on, and not from when its task first runs: many may be accepted before that.
+    pub(crate) fn open_connection(shard: &Rc<Shard>) -> Level {
+        Level::up(shard, |counters| &counters.connections_open)
+    }
+
     fn up(shard: &Rc<Shard>, counter: fn(&crate::stats::ShardCounters) -> &crate::stats::Counter) -> Level {
         counter(&shard.counters).add(1);
         Level { shard: shard.clone(), counter }
@@ -300,7 +315,7 @@ mod tests {
     #[test]
     fn futures_stay_small() {
         type Send<'a> = (&'a Upstream, &'a UpstreamRequest<'a>);
-        let serve = size(|(a, b, c, d)| serve::<Minimal>(a, b, c, d));
+        let serve = size(|(a, b, c, d, e)| serve::<Minimal>(a, b, c, d, e));
         let call = size(|(a, b, c): (&Minimal, Request, &'static mut Responder)| a.call(b, c));
         let send = size(|(a, b): Send<'static>| a.send(b));
         let relay = size(|(a, b, c): (&'static mut Responder, UpstreamResponse, Relay<'static>)| a.relay(b, c));

@@ -23,6 +23,7 @@ pub(super) async fn run(
     let after = responder.after(delimited);
     let mut out = buffers::take_large();
     write::relayed_head(&mut out, upstream.status, &upstream.head, (relay.remove, relay.set), line, after);
+    let head_bytes = out.len();
     // What came with the head goes out with it, in one write.
     if upstream.has_buffered() {
         match upstream.next_piece(shape, &mut *relay.observer).await {
@@ -34,7 +35,7 @@ pub(super) async fn run(
             Err(error) => return RelayOutcome::UpstreamFailed(error),
         }
     }
-    let unfinished = ended_unfinished(&mut out, shape, &upstream, &relay);
+    let unfinished = ended_unfinished(&mut out, head_bytes, shape, &upstream, &relay);
     responder.begin();
     if responder.client.write_pooled(out).await.is_err() {
         return RelayOutcome::ClientGone;
@@ -42,19 +43,19 @@ pub(super) async fn run(
     relay.observer.passed_on();
     if let Some(at_boundary) = unfinished {
         let error = upstream.unfinished();
-        return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
+        return Box::pin(cut(responder, at_boundary, &mut relay, error)).await;
     }
     loop {
         match upstream.next_piece(shape, &mut *relay.observer).await {
             Ok(Some(mut piece)) => {
-                let unfinished = ended_unfinished(&mut piece, shape, &upstream, &relay);
+                let unfinished = ended_unfinished(&mut piece, 0, shape, &upstream, &relay);
                 if responder.client.write_pooled(piece).await.is_err() {
                     return RelayOutcome::ClientGone;
                 }
                 relay.observer.passed_on();
                 if let Some(at_boundary) = unfinished {
                     let error = upstream.unfinished();
-                    return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
+                    return Box::pin(cut(responder, at_boundary, &mut relay, error)).await;
                 }
             }
             Ok(None) => {
@@ -62,8 +63,8 @@ pub(super) async fn run(
                 return RelayOutcome::Complete;
             }
             Err(error) => {
-                let at_boundary = upstream.is_at_chunk_boundary();
-                return Box::pin(cut(responder, at_boundary, notice(&mut relay), error)).await;
+                let at_boundary = is_at_boundary(shape, &upstream);
+                return Box::pin(cut(responder, at_boundary, &mut relay, error)).await;
             }
         }
     }
@@ -117,7 +118,12 @@ pub(super) async fn run_rewritten(
                 responder.complete();
                 return RelayOutcome::Complete;
             }
-            Some(Err(error)) => return RelayOutcome::UpstreamFailed(error),
+            Some(Err(error)) => {
+                if !body.is_empty() {
+                    responder.end_is_told();
+                }
+                return RelayOutcome::UpstreamFailed(error);
+            }
         }
     }
 }
@@ -151,10 +157,12 @@ fn framing_towards(responder: &Responder, upstream: &UpstreamResponse) -> (BodyS
     }
 }
 
-/// Whether the body has ended without being whole; if so, whether a chunk may still follow. The final chunk is then kept
-/// from the client. Where its first bytes went out with an earlier piece the rest is kept, so that the message has no end.
+/// Whether the body, which begins at `start` of the piece, has ended without being whole; if so, whether a chunk may still
+/// follow. The final chunk is then kept from the client. Where its first bytes went out with an earlier piece the rest is
+/// kept, so that the message has no end.
 fn ended_unfinished(
     piece: &mut Vec<u8>,
+    start: usize,
     shape: BodyShape,
     upstream: &UpstreamResponse,
     relay: &Relay<'_>,
@@ -162,24 +170,34 @@ fn ended_unfinished(
     if !upstream.framing().is_done() || relay.observer.is_whole() {
         return None;
     }
-    let chunked = match (shape, upstream.framing()) {
-        (BodyShape::Chunks, _) | (BodyShape::AsIs, Framing::Chunked(_)) => true,
+    match (shape, upstream.framing()) {
+        (BodyShape::Chunks, _) | (BodyShape::AsIs, Framing::Chunked(_)) => {
+            let final_chunk = final_chunk_in(&piece[start..]);
+            piece.truncate(start + final_chunk.unwrap_or(0));
+            Some(final_chunk.is_some())
+        }
         // Bytes without framing: anything may follow, up to the connection's end.
-        (_, Framing::Close { .. } | Framing::Chunked(_)) => return Some(true),
-        _ => false,
-    };
-    let ends = chunked && piece.ends_with(FINAL);
-    if ends {
-        piece.truncate(piece.len() - FINAL.len());
-    } else if chunked {
-        piece.clear();
+        (_, Framing::Close { .. } | Framing::Chunked(_)) => Some(true),
+        _ => Some(false),
     }
-    Some(ends)
 }
 
-/// What the client is told of a cut: nothing where the answer has told it already.
-fn notice(relay: &mut Relay<'_>) -> Option<bytes::Bytes> {
-    relay.cut_notice.take().filter(|_| !relay.observer.has_ended())
+/// Where the final chunk begins that these bytes end with; absent where it has begun before them. Its size line may have more
+/// zeros than one, and extensions.
+fn final_chunk_in(body: &[u8]) -> Option<usize> {
+    let line_end = body.len().checked_sub(4).filter(|end| body[*end..] == *b"\r\n\r\n")?;
+    match memchr::memrchr(b'\n', &body[..line_end]) {
+        Some(line_break) => Some(line_break + 1),
+        None => (body == FINAL).then_some(0),
+    }
+}
+
+/// Whether a piece of our own may follow what has gone out so far.
+fn is_at_boundary(shape: BodyShape, upstream: &UpstreamResponse) -> bool {
+    match (shape, upstream.framing()) {
+        (BodyShape::Plain | BodyShape::Chunks, _) | (BodyShape::AsIs, Framing::Close { .. }) => true,
+        (BodyShape::AsIs, _) => upstream.is_at_chunk_boundary(),
+    }
 }
 
 /// The upstream failed inside the body. Whatever is still sent, the answer stays visibly incomplete: the responder does
@@ -188,17 +206,21 @@ fn notice(relay: &mut Relay<'_>) -> Option<bytes::Bytes> {
 async fn cut(
     responder: &mut Responder,
     at_boundary: bool,
-    notice: Option<bytes::Bytes>,
+    relay: &mut Relay<'_>,
     error: UpstreamError,
 ) -> RelayOutcome {
-    let Some(notice) = notice else { return RelayOutcome::UpstreamFailed(error) };
-    if !at_boundary {
+    if relay.observer.has_ended() {
+        responder.end_is_told();
         return RelayOutcome::UpstreamFailed(error);
     }
+    let Some(notice) = relay.cut_notice.take().filter(|_| at_boundary) else {
+        return RelayOutcome::UpstreamFailed(error);
+    };
     let mut out = buffers::take_large();
     push_piece(&mut out, &notice, !responder.http10);
     if responder.client.write_pooled(out).await.is_err() {
         return RelayOutcome::ClientGone;
     }
+    responder.end_is_told();
     RelayOutcome::UpstreamFailed(error)
 }

@@ -88,11 +88,14 @@ pub struct Responder {
     pub(super) http10: bool,
     to_head_request: bool,
     keep_alive: bool,
+    /// The client can tell a whole answer from a cut one, by its framing or because it was told.
+    end_is_visible: bool,
 }
 
 impl Responder {
     pub(super) fn new(client: Rc<Client>, method: &Method, http10: bool, keep_alive: bool) -> Responder {
-        Responder { client, state: State::Fresh, http10, to_head_request: *method == Method::HEAD, keep_alive }
+        let to_head_request = *method == Method::HEAD;
+        Responder { client, state: State::Fresh, http10, to_head_request, keep_alive, end_is_visible: true }
     }
 
     /// A byte of the answer was handed to the client's socket: no other answer is possible any more.
@@ -158,10 +161,23 @@ impl Responder {
     /// Fixes what becomes of the connection, as the head will say. `delimited`: the client can see the answer's end.
     pub(super) fn after(&mut self, delimited: bool) -> After {
         self.keep_alive &= delimited && !self.client.shard.draining.get();
+        self.end_is_visible = delimited;
         match (self.keep_alive, self.http10) {
             (false, _) => After::Close,
             (true, false) => After::Keep,
             (true, true) => After::KeepSaid,
+        }
+    }
+
+    /// What has gone out says by itself that the answer failed, or that it was at its end.
+    pub(super) fn end_is_told(&mut self) {
+        self.end_is_visible = true;
+    }
+
+    /// Before the connection is closed inside an answer. One whose end is that of its connection would look whole.
+    pub(super) fn break_off(&self) {
+        if !self.end_is_visible && self.state == State::Started {
+            self.client.stream.reset_at_close();
         }
     }
 

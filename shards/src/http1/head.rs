@@ -1,5 +1,9 @@
 //! Header lines of one message as raw bytes plus spans, and what framing needs to know of them. It owns the rule
 //! which headers end at this hop and never builds a map.
+//!
+//! Servers behind CGI or WSGI know `Transfer-Encoding`, `Transfer_Encoding` and `Transfer.Encoding` by one name, so that a
+//! header which is none to us can be one behind us. A name that so becomes a framing header's is refused; where a header
+//! ends here or is replaced, all names that become its own do.
 
 use std::cell::RefCell;
 
@@ -79,7 +83,7 @@ impl Head {
         let mut head = Head { raw: raw_spare, spans };
         head.raw.extend_from_slice(raw);
         for line in lines {
-            let role = role_of(line.name.as_bytes());
+            let role = role_of(line.name.as_bytes())?;
             head.spans.push(Span {
                 name_start: (line.name.as_ptr() as usize - base) as u32,
                 name_length: u16::try_from(line.name.len()).map_err(|_| Malformed("a header name is too long"))?,
@@ -147,7 +151,7 @@ impl Head {
             }
             let name = self.line(&self.spans[index]).name;
             let connections = self.lines().filter(|line| line.role == Role::Connection);
-            if connections.flat_map(|line| tokens(line.value)).any(|token| token.eq_ignore_ascii_case(name)) {
+            if connections.flat_map(|line| tokens(line.value)).any(|token| is_alike(token, name)) {
                 self.spans[index].role = Role::HopByHop;
             }
         }
@@ -217,22 +221,32 @@ impl Drop for Head {
     }
 }
 
-fn role_of(name: &[u8]) -> Role {
-    let is = |other: &[u8]| name.eq_ignore_ascii_case(other);
-    match name.len() {
+fn role_of(name: &[u8]) -> Result<Role, Malformed> {
+    let is = |other: &[u8]| is_alike(name, other);
+    let framing = |own_name: &[u8], role| match name.eq_ignore_ascii_case(own_name) {
+        true => Ok(role),
+        false => Err(Malformed("a header that others may take for Content-Length or Transfer-Encoding")),
+    };
+    Ok(match name.len() {
         2 if is(b"te") => Role::HopByHop,
         4 if is(b"host") => Role::Host,
         6 if is(b"expect") => Role::Expect,
         7 if is(b"trailer") || is(b"upgrade") => Role::HopByHop,
         10 if is(b"connection") => Role::Connection,
         10 if is(b"keep-alive") => Role::HopByHop,
-        14 if is(b"content-length") => Role::ContentLength,
+        14 if is(b"content-length") => framing(b"content-length", Role::ContentLength)?,
         16 if is(b"proxy-connection") => Role::HopByHop,
-        17 if is(b"transfer-encoding") => Role::TransferEncoding,
+        17 if is(b"transfer-encoding") => framing(b"transfer-encoding", Role::TransferEncoding)?,
         18 if is(b"proxy-authenticate") => Role::HopByHop,
         19 if is(b"proxy-authorization") => Role::HopByHop,
         _ => Role::EndToEnd,
-    }
+    })
+}
+
+/// Whether a server that keeps only letters and digits apart takes one name for the other.
+pub(crate) fn is_alike(name: &[u8], other: &[u8]) -> bool {
+    let folded = |byte: &u8| if byte.is_ascii_alphanumeric() { byte.to_ascii_lowercase() } else { b'-' };
+    name.len() == other.len() && name.iter().map(folded).eq(other.iter().map(folded))
 }
 
 fn tokens(list: &[u8]) -> impl Iterator<Item = &[u8]> {

@@ -45,6 +45,10 @@ fn requests_that_are_refused() {
         ("POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 5 5\r\n\r\n", 400),
         ("POST / HTTP/1.1\r\nHost: t\r\nContent-Length:\r\n\r\n", 400),
         ("POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 18446744073709551616\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nHost: t\r\nTransfer_Encoding: chunked\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\ntransfer.encoding: chunked\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nHost: t\r\nContent_Length: 5\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nCONTENT~LENGTH: 5\r\n\r\n", 400),
         ("GET / HTTP/1.1\nHost: t\n\n", 400),
         ("GET / HTTP/1.1\r\nHost: t\n\r\n", 400),
         ("GET / HTTP/1.1\r\nHost: t\r\nX: a\r\n b\r\n\r\n", 400),
@@ -162,6 +166,8 @@ fn responses_and_how_they_end() {
     check("HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "bad: Transfer");
     check("HTTP/1.1 200 OK\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "bad: an invalid header name");
     check("HTTP/1.1 200 OK\r\nX : y\r\n\r\n", "bad: an invalid header name");
+    check("HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer_Encoding: chunked\r\n\r\n", "bad: a header that others");
+    check("HTTP/1.1 200 OK\r\nContent_Length: 5\r\n\r\n", "bad: a header that others");
     check("HTTP/1.1 200 OK\nContent-Length: 5\n\n", "bad: a line ends");
     check("HTTP/1.1 099 X\r\n\r\n", "bad: a status");
     check("HTTP/2 200 OK\r\n\r\n", "bad: an invalid status");
@@ -312,6 +318,32 @@ fn hop_by_hop_headers_end_here_and_the_rest_is_verbatim() {
     let expected = "POST /base/v1?x HTTP/1.1\r\nHost: w:1\r\nAccept:  a, b\r\nAuthorization: Bearer x\r\naCCept: \
                     c\r\nx-set: ours\r\nContent-Length: 1234567890\r\n\r\n";
     assert_eq!(String::from_utf8_lossy(&out), expected);
+}
+
+/// What a server behind us may take for a header that ends here ends here too, and other names stay as they are.
+#[test]
+fn names_that_are_alike_behind_us_are_one_name() {
+    let head = head_of(
+        "Connection: X_Private\r\nX-Private: s\r\nKeep_Alive: 5\r\nProxy.Authorization: p\r\nX_Old: o\r\nx_sEt: \
+         client\r\nX_Mine: m\r\nX_Olden: o\r\n",
+    );
+    let set = [(HeaderName::from_static("x-set"), HeaderValue::from_static("ours"))];
+    let mut out = Vec::new();
+    let lines = write::RequestLines {
+        method: &Method::GET,
+        path_prefix: "",
+        target: "/",
+        authority: "w",
+        headers: Some(&head),
+        remove: &[HeaderName::from_static("x-old")],
+        set: &set,
+        body_bytes: 0,
+    };
+    write::request(&mut out, &lines);
+    let expected = "GET / HTTP/1.1\r\nHost: w\r\nX_Mine: m\r\nX_Olden: o\r\nx-set: ours\r\n\r\n";
+    assert_eq!(String::from_utf8_lossy(&out), expected);
+    // Alike for servers, not for us: what we read is read by its own name.
+    assert_eq!((head.get("x-old"), head.get("x_mine")), (None, Some(&b"m"[..])));
 }
 
 #[test]

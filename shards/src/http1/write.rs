@@ -3,7 +3,7 @@
 
 use http::{HeaderName, HeaderValue, Method, StatusCode};
 
-use super::head::{Head, Role};
+use super::head::{Head, Role, is_alike};
 use super::response::reason_of;
 use crate::clock;
 
@@ -39,14 +39,14 @@ fn line(out: &mut Vec<u8>, name: &[u8], value: &[u8]) {
     out.extend_from_slice(b"\r\n");
 }
 
-/// Appends the end-to-end lines of `head` as they came, but for names in `remove` and `set`, then `set`.
+/// Appends the end-to-end lines of `head` as they came, but for names that are alike to one in `remove` or `set`.
 fn copied_lines(out: &mut Vec<u8>, head: &Head, remove: &[HeaderName], set: &[(HeaderName, HeaderValue)]) {
     for copied in head.lines() {
         if copied.role != Role::EndToEnd {
             continue;
         }
         let replaced = remove.iter().chain(set.iter().map(|(name, _)| name));
-        if replaced.into_iter().any(|name| name.as_str().as_bytes().eq_ignore_ascii_case(copied.name)) {
+        if replaced.into_iter().any(|name| is_alike(name.as_str().as_bytes(), copied.name)) {
             continue;
         }
         out.extend_from_slice(copied.raw);

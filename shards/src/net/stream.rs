@@ -196,6 +196,15 @@ impl Stream {
         }
     }
 
+    /// From now on closing sends RST, and what was not sent yet is lost: for an end that must not look like one. Over TLS the
+    /// missing close_notify says so.
+    pub(crate) fn reset_at_close(&self) {
+        if !self.is_secure() {
+            // An error means that the connection is broken already.
+            let _ = sockopt::set_socket_linger(self.0.socket.descriptor(), Some(Duration::ZERO));
+        }
+    }
+
     /// Sends FIN and keeps reading possible. Errors mean that the peer is gone already.
     pub(crate) fn shutdown_write(&self) {
         self.announce_end();

@@ -64,6 +64,11 @@ impl UpstreamError {
         }
     }
 
+    /// No connection came about: nobody has seen the request.
+    pub fn is_unreached(&self) -> bool {
+        matches!(self.kind, UpstreamErrorKind::Connect(_) | UpstreamErrorKind::ConnectTimeout)
+    }
+
     /// A reused connection that dies before any byte of an answer was most likely closed by the upstream's keep-alive
     /// timer: the request was not processed, and a fresh connection may carry it once more (RFC 9112, section 9.3.1).
     pub(super) fn is_stale_connection(&self) -> bool {

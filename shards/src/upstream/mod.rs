@@ -89,6 +89,11 @@ impl SendProgress {
         }
     }
 
+    /// The request goes out anew: the connection that had taken it is dead.
+    fn lost(&self) {
+        self.delivered.set(false);
+    }
+
     fn delivered(&self, stream: &Stream) {
         self.delivered.set(true);
         *self.stream.borrow_mut() = stream.downgrade();
@@ -143,7 +148,9 @@ impl Upstream {
                 None => Box::pin(self.connect(request.address, request.tls)).await?,
             };
             match self.exchange(connection, request, progress).await {
-                Err(error) if error.is_stale_connection() => {}
+                Err(error) if error.is_stale_connection() => {
+                    progress.inspect(|progress| progress.lost());
+                }
                 outcome => return outcome,
             }
         }

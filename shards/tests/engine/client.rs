@@ -203,6 +203,8 @@ fn refusals() -> Vec<(Vec<u8>, u16)> {
     add(&format!("{post}Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n{smuggled}"), 400);
     add(&format!("{post}Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{smuggled}"), 400);
     add(&format!("{post}Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n{smuggled}"), 400);
+    add(&format!("{post}Content-Length: 5\r\nTransfer_Encoding: chunked\r\n\r\nhello{smuggled}"), 400);
+    add(&format!("{post}Content_Length: 5\r\n\r\nhello{smuggled}"), 400);
     for length in ["+5", "5, 5", "0x5", "18446744073709551616", "5\r\nContent-Length: 6", ""] {
         add(&format!("{post}Content-Length: {length}\r\n\r\nhello{smuggled}"), 400);
     }
@@ -369,6 +371,25 @@ fn connections_beyond_the_cap_are_told_so() {
     assert_eq!((answer.status, answer.header("x-rejected")), (503, Some("engine")));
     assert!(refused.rest().is_empty());
     assert_eq!(kept[0].get("/hello").text(), "hello");
+}
+
+/// While the shard is busy they gather in the listener's queue, and it takes them over in one go, before any of them has run.
+#[test]
+fn the_cap_holds_also_for_connections_that_come_at_once() {
+    for driver in DRIVERS {
+        let engine = TestEngine::configured(driver, nowhere(), |config| config.limits.connections_max = 4);
+        let mut busy = engine.connect();
+        busy.send("GET /block HTTP/1.1\r\nHost: t\r\n\r\n");
+        eventually("the shard is busy", || engine.stats().requests_active == 1);
+        let mut clients: Vec<_> = (0..30).map(|_| engine.connect()).collect();
+        assert_eq!(busy.answer().text(), "blocked");
+        eventually("all were accepted", || engine.stats().connections_accepted == 31);
+        clients.iter_mut().for_each(|client| client.send_lossy(b"GET /hello HTTP/1.1\r\nHost: t\r\n\r\n"));
+        eventually("the rest is refused", || engine.stats().rejections == 27);
+        assert_eq!(engine.stats().connections_open, 4);
+        drop(clients);
+        eventually("their places are free again", || engine.stats().connections_open == 1);
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
 use infera_shards::{
     BodyObserver, BodyRewriter, DriverChoice, Engine, EngineConfig, Rejection, Relay, RelayOutcome, Request, Responder,
-    Response, Service, ShardContext, ShardStats, TlsName, UpstreamRequest,
+    Response, SendProgress, Service, ShardContext, ShardStats, TlsName, UpstreamRequest,
 };
 
 pub const DRIVERS: [DriverChoice; 2] = [DriverChoice::Auto, DriverChoice::Epoll];
@@ -55,11 +55,28 @@ impl Drop for DropWatch {
     }
 }
 
-struct Record<'a>(&'a Seen);
+struct Record<'a> {
+    seen: &'a Seen,
+    is_whole: bool,
+}
 
 impl BodyObserver for Record<'_> {
     fn data(&mut self, payload: &[u8]) {
-        self.0.relayed.lock().expect("not poisoned").extend_from_slice(payload);
+        self.seen.relayed.lock().expect("not poisoned").extend_from_slice(payload);
+    }
+
+    fn is_whole(&self) -> bool {
+        self.is_whole
+    }
+}
+
+/// Notes when it is dropped whether its request had been delivered.
+struct Noted<'a>(&'a Seen, SendProgress);
+
+impl Drop for Noted<'_> {
+    fn drop(&mut self) {
+        let text = format!("delivered: {}", self.1.is_delivered());
+        self.0.outcomes.lock().expect("not poisoned").push(text);
     }
 }
 
@@ -113,7 +130,13 @@ impl Service for TestService {
                 infera_shards::spawn_local(async { panic!("on purpose, in a task") });
                 let _ = responder.send(plain(StatusCode::OK, "spawned")).await;
             }
+            // The shard does nothing else meanwhile.
+            "/block" => {
+                std::thread::sleep(Duration::from_millis(300));
+                let _ = responder.send(plain(StatusCode::OK, "blocked")).await;
+            }
             "/collect" => self.collect(&request, responder).await,
+            "/progress" => self.progress(&request, responder).await,
             _ => self.proxy(&request, responder).await,
         }
         watch.1 = true;
@@ -179,6 +202,14 @@ impl TestService {
         let _ = responder.send(response).await;
     }
 
+    async fn progress(&self, request: &Request, responder: &mut Responder) {
+        let noted = Noted(&self.seen, SendProgress::default());
+        let body = [request.body.clone()];
+        let sent = self.context.upstream.send_watched(&self.outgoing(request, &None, &body), Some(&noted.1)).await;
+        let status = if sent.is_ok() { StatusCode::OK } else { StatusCode::BAD_GATEWAY };
+        let _ = responder.send(plain(status, "")).await;
+    }
+
     async fn proxy(&self, request: &Request, responder: &mut Responder) {
         // Split in two, so that bodies in segments are covered throughout.
         let body = [request.body.slice(..request.body.len() / 2), request.body.slice(request.body.len() / 2..)];
@@ -188,8 +219,8 @@ impl TestService {
                 let relay = Relay {
                     set: &[(HeaderName::from_static("x-relayed"), HeaderValue::from_static("yes"))],
                     remove: &[HeaderName::from_static("x-secret")],
-                    observer: &mut Record(&self.seen),
-                    cut_notice: Some(Bytes::from_static(b"data: cut\n\n")),
+                    observer: &mut Record { seen: &self.seen, is_whole: request.target != "/unfinished" },
+                    cut_notice: (!request.target.starts_with("/quiet")).then(|| Bytes::from_static(b"data: cut\n\n")),
                 };
                 let outcome = match request.target.starts_with("/shout") {
                     true => responder.relay_rewritten(answer, relay, &mut Shout::default()).await,
@@ -416,6 +447,12 @@ impl<S: Read + Write> Client<S> {
     pub fn rest(&mut self) -> Vec<u8> {
         while self.fill() {}
         std::mem::take(&mut self.pending)
+    }
+
+    /// The same, and whether the end was a FIN or an error.
+    pub fn rest_and_end(&mut self) -> (Vec<u8>, std::io::Result<()>) {
+        let end = self.stream.read_to_end(&mut self.pending);
+        (std::mem::take(&mut self.pending), end.map(|_| ()))
     }
 }
 

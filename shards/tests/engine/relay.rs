@@ -264,7 +264,99 @@ fn a_cut_sized_answer_is_cut_for_the_client() {
 
 #[test]
 fn a_broken_answer_until_close_gets_no_final_chunk() {
-    cut_answer("HTTP/1.1 200 OK\r\n\r\nabc", true, "3\r\nabc\r\n", "body: the connection broke inside the answer");
+    let expected = "3\r\nabc\r\nb\r\ndata: cut\n\n\r\n";
+    cut_answer("HTTP/1.1 200 OK\r\n\r\nabc", true, expected, "body: the connection broke inside the answer");
+}
+
+/// An HTTP/1.0 client knows an answer's end by its connection's, unless there is a length: nginx with its defaults is one.
+/// FIN would tell it that a cut answer is whole.
+#[test]
+fn a_cut_answer_is_told_or_reset_for_an_old_client() {
+    let (chunked, until_close) = ("Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\n", "\r\nabc");
+    // `/quiet`: without a notice.
+    for (path, framing, expected) in [
+        ("/p", chunked, Ok("abcdata: cut\n\n")),
+        ("/quiet", chunked, Err("abc")),
+        ("/p", until_close, Ok("abcdata: cut\n\n")),
+        ("/quiet", until_close, Err("abc")),
+    ] {
+        for driver in DRIVERS {
+            let upstream = Upstream::start(move |mut served| {
+                served.request();
+                served.send(format!("HTTP/1.1 200 OK\r\n{framing}"));
+                // The bytes must arrive before the reset does.
+                std::thread::sleep(Duration::from_millis(50));
+                served.reset();
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            client.send(format!("GET {path} HTTP/1.0\r\n\r\n"));
+            assert_eq!(client.head().status, 200);
+            let (rest, end) = client.rest_and_end();
+            let seen = String::from_utf8_lossy(&rest);
+            let is_reset = end.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset);
+            assert_eq!(if is_reset { Err(&*seen) } else { Ok(&*seen) }, expected, "{path} {framing:?}");
+        }
+    }
+}
+
+/// The same where the worker just stops: only what was neither whole nor told ends with a reset.
+#[test]
+fn an_old_client_sees_whole_answers_end() {
+    for driver in DRIVERS {
+        for (target, sent, expected) in [
+            ("/p", "3\r\nabc\r\n0\r\n\r\n", Ok("abc")),
+            ("/quiet", "3\r\nabc\r\n0\r\n\r\n", Ok("abc")),
+            ("/quiet", "3\r\nabc\r\n", Err("abc")),
+            ("/shout", "4\r\nabc\n\r\n0\r\n\r\n", Ok("ABC\n!")),
+            ("/shout", "4\r\nabc\n\r\n", Ok("ABC\n!")),
+        ] {
+            let upstream = Upstream::start(move |mut served| {
+                served.request();
+                served.send(format!("{STREAM}{sent}"));
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            client.send(format!("GET {target} HTTP/1.0\r\n\r\n"));
+            assert_eq!(client.head().status, 200);
+            client.read_until(expected.unwrap_or_else(|cut| cut).as_bytes());
+            let mut rest = Vec::new();
+            let end = std::io::Read::read_to_end(&mut client.stream, &mut rest).map_err(|error| error.kind());
+            match expected {
+                Ok(_) => assert_eq!((end, rest.len()), (Ok(0), 0), "{target} {sent:?}"),
+                Err(_) => assert_eq!(end, Err(std::io::ErrorKind::ConnectionReset), "{target} {sent:?}"),
+            }
+        }
+    }
+}
+
+/// What is kept from the client of an answer that ends too early is its final chunk, however that is written.
+#[test]
+fn an_unfinished_answer_keeps_its_head_and_its_payload() {
+    for driver in DRIVERS {
+        for (pieces, expected) in [
+            (&["3\r\nabc\r\n0\r\n\r\n"][..], "3\r\nabc\r\nb\r\ndata: cut\n\n\r\n"),
+            (&["3\r\nabc\r\n0;x=y\r\n\r\n"], "3\r\nabc\r\nb\r\ndata: cut\n\n\r\n"),
+            (&["3\r\nabc\r\n", "0;x=y\r\n\r\n"], "3\r\nabc\r\n"),
+            (&["3\r\nabc\r\n0", ";x=y\r\n\r\n"], "3\r\nabc\r\n0"),
+            (&["3\r\nabc\r\n0\r\n", "\r\n"], "3\r\nabc\r\n0\r\n"),
+        ] {
+            let upstream = Upstream::start(move |mut served| {
+                served.request();
+                served.send(format!("{STREAM}{}", pieces[0]));
+                for piece in &pieces[1..] {
+                    std::thread::sleep(Duration::from_millis(30));
+                    served.send(piece);
+                }
+                served.until_closed();
+            });
+            let engine = TestEngine::start(driver, upstream.address);
+            let mut client = engine.connect();
+            client.send("GET /unfinished HTTP/1.1\r\nHost: t\r\n\r\n");
+            assert_eq!(client.head().status, 200);
+            assert_eq!(String::from_utf8_lossy(&client.rest()), expected, "{pieces:?}");
+        }
+    }
 }
 
 #[test]
@@ -330,6 +422,7 @@ fn a_client_that_never_reads_is_given_up() {
         eventually("the stalled client is closed", || engine.stats().connections_open == 0);
         eventually("its upstream too", || upstream.closed.load(Ordering::SeqCst) == 1);
         assert_eq!(engine.seen.outcomes.lock().expect("not poisoned").as_slice(), ["client gone"]);
+        assert_eq!(engine.stats().client_aborts, 1);
         drop(client);
     }
 }

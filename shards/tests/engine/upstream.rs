@@ -147,6 +147,35 @@ fn a_second_death_in_a_row_ends_the_request() {
     assert_eq!(upstream.connection_count(), 2);
 }
 
+/// The first connection took the request and died; the second one does not read it. Who gives the request up then must not
+/// take it for delivered.
+#[test]
+fn a_replayed_request_is_not_delivered_before_it_is_again() {
+    for driver in DRIVERS {
+        let (stalled, is_stalled) = std::sync::mpsc::channel();
+        let upstream = Upstream::start(move |mut served| match served.number {
+            0 => {
+                served.request();
+                served.send_ok(b"");
+                served.request();
+            }
+            _ => stalled.send(served).expect("the test waits"),
+        });
+        let engine = TestEngine::start(driver, upstream.address);
+        assert_eq!(engine.connect().get("/p").status, 200);
+        let mut client = engine.connect();
+        client.send(format!("POST /progress HTTP/1.1\r\nHost: t\r\nContent-Length: {}\r\n\r\n", 32 << 20));
+        client.send(vec![b'x'; 32 << 20]);
+        let served = is_stalled.recv_timeout(crate::harness::PATIENCE).expect("a second connection");
+        drop(client);
+        let outcome =
+            || engine.seen.outcomes.lock().expect("not poisoned").iter().find(|it| it.contains("delivered")).cloned();
+        eventually("the request is given up", || outcome().is_some());
+        assert_eq!(outcome().as_deref(), Some("delivered: false"));
+        drop((engine, served));
+    }
+}
+
 #[test]
 fn unused_connections_are_closed_when_old() {
     for driver in DRIVERS {
@@ -194,6 +223,7 @@ fn answers_that_break_the_rules_are_502_and_their_connections_go() {
         "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
         "HTTP/1.1 200 OK\nContent-Length: 2\n\nok",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer_Encoding: chunked\r\n\r\nok",
         "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         "not http at all\r\n\r\n",

@@ -313,7 +313,8 @@ impl SessionTable {
         let places = (0..WAYS).map(|way| Place { bucket: index, way });
         let idle = places.map(|place| (place, self.binding(place))).filter(|(_, binding)| binding.leases() == 0);
         idle.min_by_key(|(place, binding)| {
-            let idle_s = now_s.wrapping_sub(self.buckets[index].used_at[place.way].load(Ordering::Relaxed));
+            // As in `is_expired`: another shard may have been here a second later.
+            let idle_s = now_s.saturating_sub(self.buckets[index].used_at[place.way].load(Ordering::Relaxed));
             (binding.state() != State::Free, u32::MAX - idle_s)
         })
     }

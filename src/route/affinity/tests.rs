@@ -307,6 +307,23 @@ fn agrees_with_a_naive_model() {
 
 /// Threads take turns of few sessions at once. Turns of one session that overlap must agree as long as nothing
 /// fails; each thread records where its turns went while another thread's were running.
+/// A shard reads its clock, another one serves a turn a second later, and only then the first one makes room: what has just
+/// been used is not what has idled longest.
+#[test]
+fn a_session_that_was_used_a_moment_after_the_clock_was_read_is_not_given_up() {
+    let fixture = Fixture::new(1);
+    // One bucket of eight sessions.
+    (0..8).for_each(|session| assert_eq!(fixture.served(session, session, &[session]), session));
+    fixture.pass(10);
+    (1..8).for_each(|session| assert_eq!(fixture.served(session, session, &[session]), session));
+    fixture.pass(1);
+    assert_eq!(fixture.served(3, 99, &[3]), 3);
+    fixture.now_s.fetch_sub(1, Ordering::Relaxed);
+    assert_eq!(fixture.served(8, 8, &[8]), 8);
+    assert_eq!(fixture.served(3, 99, &[3, 99]), 3, "it was used last");
+    assert_eq!(fixture.served(0, 99, &[0, 99]), 99, "it had idled longest");
+}
+
 #[test]
 fn turns_of_many_threads_agree_and_leave_no_lease() {
     const THREADS: u64 = 16;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
-use crate::support::worker::json_worker;
+use crate::support::worker::{dead_address, json_worker};
 
 /// One for each way of pairing: with an abort call, by transfer id, prefill first.
 const PROTOCOLS: [&str; 3] = ["sglang-bootstrap", "vllm-mooncake", "vllm-nixl"];
@@ -206,6 +206,52 @@ fn b47_an_open_leg_is_left_out_and_one_pair_tries_it_again() {
             assert_eq!(router.breaker_of(well.address), "closed", "{role}");
         }
         at_rest(&router);
+    }
+}
+
+/// As with a single worker: nobody has seen the request of a leg that could not be reached.
+#[test]
+fn b50_a_leg_that_cannot_be_reached_is_replaced_without_a_budget() {
+    for protocol in PROTOCOLS {
+        for dead_role in ["prefill", "decode"] {
+            let (prefill, decode, dead) = (prefilling(), decoding(), dead_address());
+            let mut records = pair_of(protocol, &[prefill.address], &[decode.address]);
+            records.insert(0, record(dead, dead_role, protocol, json!({})));
+            let arguments = ["--breaker-failure-threshold", "0", "--retry-budget-percent", "0"];
+            let router = start(&records, |start| start.args(&arguments));
+            for _ in 0..300 {
+                let answer = router.post("/v1/completions", r#"{"model":"m","prompt":"x"}"#);
+                assert_eq!(answer.status, 200, "{protocol} {dead_role}: {}", answer.text());
+            }
+            // More than a budget without a share would have let through.
+            let retried = router.metric(r#"infera_router_retries_total{reason="connect"}"#);
+            assert!(retried >= Some(140.0), "{protocol} {dead_role}: {retried:?}");
+            assert_eq!(router.metric_sum("infera_router_retries_refused_total"), 0.0, "{protocol} {dead_role}");
+            at_rest(&router);
+        }
+    }
+}
+
+/// Counted by the router itself: the first retry of a request goes out at once, each further one after a pause.
+#[test]
+fn b50_each_further_pair_is_tried_after_a_pause() {
+    let pauses = |router: &Router| router.metric(r#"infera_router_stage_seconds_count{stage="pause"}"#);
+    // With an abort call for decode: where KV is left behind the next pair is tried at once, so that it is freed.
+    for (dead_role, protocol) in [("prefill", "vllm-nixl"), ("decode", "sglang-bootstrap")] {
+        let (prefill, decode) = (prefilling(), decoding());
+        let dead: Vec<SocketAddr> = (0..4).map(|_| dead_address()).collect();
+        let (left, right) = match dead_role {
+            "prefill" => (&dead[..], std::slice::from_ref(&decode.address)),
+            _ => (std::slice::from_ref(&prefill.address), &dead[..]),
+        };
+        let arguments = ["--breaker-failure-threshold", "0", "--request-max-retries", "3"];
+        let router = start(&pair_of(protocol, left, right), |start| start.args(&arguments));
+        for asked in 1..=3 {
+            assert_eq!(router.post("/v1/completions", BODY).status, 502);
+            // Four pairs each: one at once, one more at once, two after a pause.
+            assert_eq!(pauses(&router), Some(2.0 * f64::from(asked)), "{dead_role}");
+        }
+        assert_eq!(router.metric_sum("infera_router_retries_total"), 9.0);
     }
 }
 
