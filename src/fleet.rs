@@ -341,6 +341,13 @@ impl Fleet {
         self.workers.iter().filter(|worker| worker.state == WorkerState::Active).count()
     }
 
+    /// Targets of one of its workers, by rank.
+    pub fn targets_of(&self, worker: &Worker) -> &[Target] {
+        let start = self.targets.partition_point(|target| target.worker.id < worker.id);
+        let end = self.targets.partition_point(|target| target.worker.id <= worker.id);
+        &self.targets[start..end]
+    }
+
     /// Whether any worker is not well.
     pub fn has_ailing(&self) -> bool {
         self.ailing.load(Ordering::Relaxed) > 0

@@ -146,6 +146,9 @@ pub const PREFILL_ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Workers whose disaggregation parameters each shard keeps parsed.
 pub const PEERS_MAX: usize = 16_384;
 
+/// Refused connections of one request that do not count as its retries.
+pub const REFUSED_CONNECTIONS_MAX: usize = 16;
+
 /// Longest wait before the second retry of a request, milliseconds; it doubles with each further one.
 pub const RETRY_DELAY_MS: u64 = 25;
 pub const RETRY_DELAY_DOUBLINGS_MAX: usize = 5;
@@ -193,6 +196,9 @@ pub const PARITY_EXPLANATIONS_MAX: usize = 8;
 /// A request's own `chat_template`, bytes. The longest of a known model has 30,000; the time of a chain of `~` is quadratic.
 pub const REQUEST_TEMPLATE_BYTES_MAX: usize = 32 << 10;
 
+/// Nesting of a value that a template prints; Python's own recursion limit.
+pub const TEMPLATE_VALUE_DEPTH_MAX: usize = 1_000;
+
 /// Fuel of one rendering of such a template, which also bounds the text that it may make on the way, to 128 MiB.
 pub const REQUEST_TEMPLATE_FUEL: u64 = 2_000_000;
 /// Asking one engine to forget its cache (`--kv-self-heal`), and how many are asked at a time.
@@ -220,7 +226,7 @@ pub const HISTORY_SAMPLES: usize = 120;
 pub const LOG_FILTER_BYTES_MAX: usize = 4 << 10;
 /// Lines of one shard that wait for the access log's thread; further ones are lost and counted.
 pub const ACCESS_LINES_WAITING_MAX: usize = 16_384;
-/// Path, request id and model in a line of the access log, bytes each.
+/// Method, path, request id and model in a line of the access log, bytes each.
 pub const ACCESS_TEXT_BYTES_MAX: usize = 256;
 /// The configuration file (`--config`), bytes.
 pub const CONFIG_FILE_BYTES_MAX: u64 = 1 << 20;
@@ -232,3 +238,5 @@ pub const DEPARTED_SERIES_MAX: usize = 4_096;
 pub const DIVERGED_MODELS_MAX: usize = 1_024;
 /// Members of a request body's object; each is remembered with its place, and the engines know about a hundred.
 pub const BODY_MEMBERS_MAX: usize = 4_096;
+/// Keys of clients (`--api-key-file`); each is compared with every request's, in some 10 ns.
+pub const CLIENT_KEYS_MAX: usize = 4_096;

@@ -89,7 +89,7 @@ pub fn start(format: LogFormat, filter: EnvFilter) -> Log {
     let (writer, guard) =
         NonBlockingBuilder::default().buffered_lines_limit(QUEUE_LINES).lossy(true).finish(std::io::stderr());
     let filter = LogFilter::new(filter);
-    let lines = fmt::layer().with_writer(writer).with_ansi(false);
+    let lines = fmt::layer().with_writer(move || OneLine(writer.clone())).with_ansi(false);
     let registry = tracing_subscriber::registry().with(filter.clone());
     // Fails only if a subscriber is there already, and then that one stays.
     let _ = match format {
@@ -97,6 +97,33 @@ pub fn start(format: LogFormat, filter: EnvFilter) -> Log {
         LogFormat::Json => registry.with(lines.json().flatten_event(true)).try_init(),
     };
     Log { _writer: guard, filter }
+}
+
+/// Writes each event as one line, whatever stands in it: a name or an answer from outside must not look like a line of ours.
+struct OneLine<W>(W);
+
+impl<W: Write> Write for OneLine<W> {
+    /// `event` is a whole one, as the formatter hands it over.
+    fn write(&mut self, event: &[u8]) -> std::io::Result<usize> {
+        let text = event.strip_suffix(b"\n").unwrap_or(event);
+        if memchr::memchr2(b'\n', b'\r', text).is_none() {
+            return self.0.write(event);
+        }
+        let mut line = Vec::with_capacity(event.len() + 16);
+        for byte in text {
+            match byte {
+                b'\n' => line.extend_from_slice(b"\\n"),
+                b'\r' => line.extend_from_slice(b"\\r"),
+                _ => line.push(*byte),
+            }
+        }
+        line.push(b'\n');
+        self.0.write_all(&line).map(|()| event.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// The one line that says why the process ends.
@@ -108,6 +135,14 @@ pub fn last_words(error: &anyhow::Error) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_event_is_one_line_whatever_stands_in_it() {
+        let mut written = OneLine(Vec::new());
+        written.write_all(b"plain\n").unwrap();
+        written.write_all(b"name a\r\n2026 ERROR forged\n\n").unwrap();
+        assert_eq!(written.0, b"plain\nname a\\r\\n2026 ERROR forged\\n\n");
+    }
 
     #[test]
     fn a_filter_that_cannot_be_read_leaves_the_old_one() {

@@ -42,10 +42,23 @@ struct Running {
 
 impl Running {
     fn start(endpoints: Vec<String>, timing: Timing) -> Self {
+        Self::start_with(endpoints, timing, |_| {})
+    }
+
+    /// `on_update` runs on discovery's thread.
+    fn start_with(
+        endpoints: Vec<String>,
+        timing: Timing,
+        on_update: impl Fn(&[DiscoveredWorker]) + Send + 'static,
+    ) -> Self {
         let (sender, updates) = channel();
         let etcd = Some(EtcdConfig { endpoints, prefix: PREFIX.to_owned(), roots: Vec::new() });
         let config = DiscoveryConfig { etcd, timing, ..DiscoveryConfig::default() };
-        let handle = Discovery::start(config, move |workers| drop(sender.send(workers))).expect("the thread starts");
+        let publish = move |workers: Vec<DiscoveredWorker>| {
+            on_update(&workers);
+            drop(sender.send(workers));
+        };
+        let handle = Discovery::start(config, publish).expect("the thread starts");
         Running { handle, updates, last: None, fewest: usize::MAX }
     }
 
@@ -279,7 +292,23 @@ fn b43_restarted_without_its_data() {
     running.handle.stop();
 }
 
-/// As above, but nobody ever registers again: the grace time ends the keeping.
+/// The server dies, and the next one is of another cluster. There the worker's key has the revision that it had in the
+/// former one, and says something else.
+#[test]
+fn another_cluster_is_believed_whatever_its_revisions() {
+    let (mut former, other) = (Etcd::start(), Etcd::start());
+    former.put(&key("a"), &absent("a", 1));
+    other.put(&key("a"), &absent("a", 2));
+    let mut running = Running::start(vec![former.endpoint(), other.endpoint()], quick());
+    let is_at =
+        |url: &'static str| move |workers: &[DiscoveredWorker]| workers.len() == 1 && workers[0].record.url == url;
+    running.wait("the former one's record", is_at("http://127.0.0.1:1"));
+    former.kill();
+    running.wait("the other one's record", is_at("http://127.0.0.1:2"));
+    running.handle.stop();
+}
+
+/// The server loses its data, and nobody ever registers again: the grace time ends the keeping.
 #[test]
 fn kept_workers_leave_when_the_grace_time_is_over() {
     let mut etcd = Etcd::start();
@@ -314,6 +343,30 @@ fn b43_frozen_and_thawed() {
     running.wait_status("ok", |status| status.state == State::Ok);
     etcd.put(&key("b"), &absent("b", 2));
     running.wait_ids(&["a", "b", "c"]);
+    running.handle.stop();
+}
+
+/// Discovery's own thread stands still for longer than a server may be silent, as in a flood of registrations on a busy
+/// host. It has asked nothing meanwhile, so nothing was left unanswered: the watch goes on.
+#[test]
+fn b43_our_own_standstill_is_not_the_servers_silence() {
+    let etcd = Etcd::start();
+    etcd.put(&key("a"), &absent("a", 1));
+    let wire = Wire::to(etcd.address());
+    let standstill = quick().etcd_silence_max + Duration::from_secs(1);
+    let stand_still = move |workers: &[DiscoveredWorker]| {
+        if workers.len() == 2 {
+            std::thread::sleep(standstill);
+        }
+    };
+    let mut running = Running::start_with(vec![wire.endpoint()], quick(), stand_still);
+    running.wait_ids(&["a"]);
+    let connections = wire.accepted();
+    etcd.put(&key("b"), &absent("b", 2));
+    running.wait_ids(&["a", "b"]);
+    etcd.put(&key("c"), &absent("c", 3));
+    running.wait_ids(&["a", "b", "c"]);
+    assert_eq!(wire.accepted(), connections, "the watch was given up");
     running.handle.stop();
 }
 

@@ -101,6 +101,30 @@ fn b17_a_late_publisher_is_found_and_a_restarted_one_starts_from_nothing() {
     assert_eq!(status(&ingest, "a:1", 0, |status| (status.resets.get(), status.batches_lost.get())), (1, 0));
 }
 
+/// The publisher gives its batches no numbers, as some do. Restarted with an empty cache, or away while blocks were removed, it
+/// has nothing to tell that by but its connection.
+#[test]
+fn b17_a_publisher_without_numbers_starts_from_nothing_with_each_connection() {
+    let context = zmq::Context::new();
+    let mut publisher = Publisher::new(&context);
+    let endpoint = publisher.endpoint.clone();
+    let ingest = start();
+    ingest.fleet_updates.send(vec![worker("a:1", Some(&endpoint))]);
+    publisher = publisher.subscribed();
+    let (old, new) = (tokens(1, 6), tokens(1000, 3));
+    let store = |tokens: &[u32]| batch(&[Event::Store { tokens, from: 0 }], None);
+    publisher.send_frames(&[b"t", &store(&old)]);
+    wait_depth(&ingest, "a:1", &old, 6);
+    drop(publisher);
+    wait_until("noticed", || !status(&ingest, "a:1", 0, |status| status.is_connected()));
+    let publisher = Publisher::rebind(&context, &endpoint).subscribed();
+    wait_until("back", || status(&ingest, "a:1", 0, |status| status.is_connected()));
+    wait_depth(&ingest, "a:1", &old, 0);
+    publisher.send_frames(&[b"t", &store(&new)]);
+    wait_depth(&ingest, "a:1", &new, 3);
+    assert_eq!(status(&ingest, "a:1", 0, |status| status.resets.get()), 1);
+}
+
 #[test]
 fn b10_a_gap_resets_and_broken_messages_do_not() {
     let context = zmq::Context::new();

@@ -335,6 +335,21 @@ fn a_template_of_a_request_is_bounded() {
     let doubled = "{% set ns = namespace(t=messages[0].content) %}{% for a in range(64) %}\
         {% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}";
     assert_eq!(reason(doubled, &long), Err("too_long"), "memory of a value");
+    // A list of 2^64 places, by as many names for one list.
+    let shared = "{% set ns = namespace(t=[messages[0].content]) %}\
+        {% for a in range(64) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}";
+    for printed in ["{{ ns.t }}", "{{ ns.t | tojson }}", "{{ ns.t | string | length }}"] {
+        assert_eq!(reason(&format!("{shared}{printed}"), &long), Err("too_long"), "{printed}");
+    }
+    let deep = "{% set ns = namespace(t=1) %}{% for a in range(99999) %}{% set ns.t = {'a': ns.t} %}{% endfor %}";
+    assert!(reason(&format!("{deep}done"), "u").is_ok(), "freed level by level");
+    for printed in ["{{ ns.t }}", "{{ ns.t | tojson }}"] {
+        assert_eq!(reason(&format!("{deep}{printed}"), "u"), Err("template_failed"), "{printed}");
+    }
+    let separators = "{{ range(99999) | list | tojson(separators=(messages[0].content, ':')) | length }}";
+    assert_eq!(reason(separators, &long), Err("too_long"), "separators");
+    let fill = "{{ 'a'.ljust(9999999, messages[0].content) | length }}";
+    assert_eq!(reason(fill, &long), Err("template_failed"), "Python fills with one character");
     let recursive = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}";
     assert_eq!(reason(recursive, "u"), Err("template_failed"), "recursion");
     assert_eq!(reason(&"x".repeat((32 << 10) + 1), "u"), Err("too_long"), "the source");

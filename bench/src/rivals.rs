@@ -10,6 +10,7 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use loadgen::sibling;
 
 use crate::load::probe;
 use crate::machine::{Cores, Interrupt};
@@ -94,27 +95,16 @@ pub fn kv_aware_router(program: &Path, tokenizer: &Path, further: &str) -> Strin
     )
 }
 
-/// The router's release binary of this source tree.
+/// The router's release binary of this source tree, brought up to date.
 pub fn build_router() -> Result<PathBuf> {
     build("infera-router")
 }
 
-/// The release binary that a package of this source tree is named after, built by the same cargo, so that an old one is
-/// never measured.
+/// The release binary that a package of this source tree is named after, brought up to date, so that an old one is never
+/// measured.
 pub fn build(package: &str) -> Result<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace root")?;
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
-        .args(["build", "--release", "--package", package, "--bin", package])
-        .current_dir(root)
-        .status()
-        .with_context(|| format!("cannot run cargo to build {package}"))?;
-    ensure!(status.success(), "{package} does not build");
-    // This program lies in the same directory, whatever CARGO_TARGET_DIR says, unless it was copied elsewhere.
-    let beside = std::env::current_exe()?.with_file_name(package);
-    let usual = root.join("target/release").join(package);
-    let release = beside.parent().is_some_and(|directory| directory.ends_with("release"));
-    Ok(if release && beside.is_file() { beside } else { usual })
+    ensure!(!cfg!(debug_assertions), "a debug build measures nothing: `cargo run --release`, or name the programs");
+    sibling::find_or_build(&[env!("CARGO_PKG_NAME")], package, package, &mut |line| eprintln!("{line}"))
 }
 
 impl Rival {

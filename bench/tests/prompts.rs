@@ -1,5 +1,5 @@
-//! `long_prompt` and `relay_jitter` on short prompts: they run through the built router and report what they saw.
-//! Figures are not judged here.
+//! `long_prompt` and `relay_jitter` on short prompts, `generator` with few requests: they run through the built router and
+//! report what they saw. Figures are not judged here.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,20 +8,20 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// The router beside this test's own build; `cargo test --workspace` builds it.
-fn router() -> Option<PathBuf> {
-    let beside = std::env::current_exe().unwrap().parent()?.parent()?.join("infera-router");
+/// A program beside this test's own build; `cargo test --workspace` builds it.
+fn beside(program: &str) -> Option<PathBuf> {
+    let beside = std::env::current_exe().unwrap().parent()?.parent()?.join(program);
     if beside.is_file() {
         return Some(beside);
     }
     eprintln!("NOT RUN: {} is not built", beside.display());
-    assert!(std::env::var_os("CI").is_none(), "CI must build the router");
+    assert!(std::env::var_os("CI").is_none(), "CI must build {program}");
     None
 }
 
 /// Runs a tool with the shipped tokenizer; gives its report.
 fn report(program: &str, arguments: &[&str]) -> Option<Value> {
-    let router = router()?;
+    let router = beside("infera-router")?;
     let directory = tempfile::tempdir().unwrap();
     let json = directory.path().join("report.json");
     let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../loadgen/assets");
@@ -59,4 +59,20 @@ fn relay_jitter_sees_events_with_and_without_prompts() {
         assert!(turn["events"].as_u64().unwrap() > 50 && turn["prompts"].as_u64().unwrap() > 0, "{side}: {report}");
     }
     assert!(report["encoded_share"].as_f64().unwrap() > 0.5, "the router encoded the prompts: {report}");
+}
+
+#[test]
+fn generator_measures_both_sides_of_every_scenario() {
+    let Some(loadgen) = beside("loadgen") else { return };
+    let few = ["--rounds", "1", "--requests", "60", "--warm-up", "10", "--loadgen", loadgen.to_str().unwrap()];
+    let Some(report) = report(env!("CARGO_BIN_EXE_generator"), &few) else { return };
+    let rows = report["rows"].as_array().unwrap();
+    let names: Vec<&str> = rows.iter().step_by(2).map(|row| row["scenario"].as_str().unwrap()).collect();
+    assert_eq!(names, ["json c=32", "sse burst 32", "sse paced 200", "sse paced 1000"]);
+    for row in rows {
+        for side in ["ratio", "generator_us", "router_us"] {
+            assert!(row[side]["median"].as_f64().unwrap() > 0.0, "{side}: {row}");
+        }
+        assert_eq!(row["met"], Value::Null, "so few are not judged");
+    }
 }

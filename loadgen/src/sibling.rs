@@ -6,8 +6,10 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 /// The binary of this name beside this program. Started by cargo, it is built or brought up to date first, in the profile
-/// of this program; otherwise it must be there.
-pub fn find_or_build(package: &str, binary: &str, say: &mut dyn FnMut(&str)) -> Result<PathBuf> {
+/// of this program; otherwise it must be there. `selected`: packages that are selected besides its own. Which features a
+/// shared dependency has is decided by all that are, so a program started by `cargo run -p A` that names A here does not
+/// have the dependencies of both compiled twice.
+pub fn find_or_build(selected: &[&str], package: &str, binary: &str, say: &mut dyn FnMut(&str)) -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let directory = own.parent().context("this program is in no directory")?;
     let path = directory.join(binary);
@@ -18,12 +20,12 @@ pub fn find_or_build(package: &str, binary: &str, say: &mut dyn FnMut(&str)) -> 
             Some(name) => name,
         };
         say(&format!("building {binary} ({profile} profile); quick when it is up to date"));
-        let status = Command::new(cargo)
-            .args(["build", "--profile", profile, "-p", package, "--bin", binary])
-            .current_dir(workspace)
-            .status()
-            .context("starting cargo")?;
-        if !status.success() {
+        let mut build = Command::new(cargo);
+        build.args(["build", "--profile", profile, "--bin", binary, "-p", package]).current_dir(workspace);
+        for package in selected {
+            build.args(["-p", package]);
+        }
+        if !build.status().context("starting cargo")?.success() {
             bail!("building {binary} failed");
         }
     }

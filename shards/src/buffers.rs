@@ -50,6 +50,12 @@ pub(crate) fn give(mut buffer: Vec<u8>) {
     });
 }
 
+/// Large buffers that are kept and not lent to anybody.
+#[cfg(test)]
+pub(crate) fn large_kept() -> usize {
+    POOLS.with_borrow(|pools| pools.large.len())
+}
+
 /// Frees all kept buffers.
 pub(crate) fn clear() {
     POOLS.with_borrow_mut(|pools| *pools = Pools { small: Vec::new(), large: Vec::new() });

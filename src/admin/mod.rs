@@ -1,4 +1,4 @@
-//! The control thread: answers what would take a shard too long (the metrics page, the overview), needs the mirrors
+//! The control thread: answers what would take a shard too long (the metrics page, lists of workers), needs the mirrors
 //! (cache view) or changes the process (the log's filter). Never touches a request.
 
 mod dashboard;
@@ -90,6 +90,7 @@ fn run(state: &AdminState, questions: &Receiver<Question>) {
             Err(RecvTimeoutError::Disconnected) => return,
         };
         let response = match ask {
+            ControlAsk::Workers => api::json_response(StatusCode::OK, &api::workers(&state.page.view.load().fleet)),
             ControlAsk::Config => api::json_response(StatusCode::OK, &state.settings.json()),
             ControlAsk::LogLevel { filter } => log_level(&state.log, filter),
             ControlAsk::Overview => overview::overview(state, &history),
@@ -140,9 +141,8 @@ fn cache_view(state: &AdminState, worker_id: &str, rank: Option<u32>) -> Respons
     }
     let block_count: u64 = view
         .fleet
-        .targets
+        .targets_of(worker)
         .iter()
-        .filter(|target| target.worker.generation == worker.generation)
         .filter(|target| rank.is_none() || target.rank.is_none() || target.rank == rank)
         .map(|target| view.block_count(target))
         .sum();

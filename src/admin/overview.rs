@@ -18,7 +18,7 @@ pub(super) fn overview(state: &AdminState, history: &History) -> Response {
     let view = state.page.view.load_full();
     let picked = state.page.requests.targets.totals();
     let workers = view.fleet.workers.iter().map(|worker| {
-        let targets = view.fleet.targets.iter().filter(|target| target.worker.generation == worker.generation);
+        let targets = view.fleet.targets_of(worker).iter();
         let targets: Vec<Value> = targets.map(|target| describe(state, &view, target, &picked)).collect();
         row(worker, targets)
     });

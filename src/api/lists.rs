@@ -24,15 +24,11 @@ pub fn workers(fleet: &Fleet) -> Value {
 
 fn describe(fleet: &Fleet, worker: &Worker) -> Value {
     let mut value = serde_json::to_value(&worker.record).unwrap_or_default();
-    let targets: Vec<Value> = fleet
-        .targets
-        .iter()
-        .filter(|target| target.worker.id == worker.id)
-        .map(|target| {
-            json!({"route_key": &*target.route_key, "dp_rank": target.rank, "block_size": target.block_size,
-                "requests": target.load.requests(), "active_blocks": target.load.active_blocks()})
-        })
-        .collect();
+    let targets = fleet.targets_of(worker).iter().map(|target| {
+        json!({"route_key": &*target.route_key, "dp_rank": target.rank, "block_size": target.block_size,
+            "requests": target.load.requests(), "active_blocks": target.load.active_blocks()})
+    });
+    let targets: Vec<Value> = targets.collect();
     let (state, reason) = state(worker);
     if let Value::Object(members) = &mut value {
         members.insert("state".into(), state.into());

@@ -49,7 +49,8 @@ impl Access {
 
 pub(super) fn settings(arguments: &AccessArgs, problems: &mut Problems) -> Access {
     let mut read = |flag: &str, path: &Path| match std::fs::read_to_string(path) {
-        Ok(text) => Some(text),
+        // Some editors put a byte order mark there, which would become part of the first key.
+        Ok(text) => Some(text.trim_start_matches('\u{feff}').to_owned()),
         Err(error) => {
             problems.add(format!("{flag} {}: {error}", path.display()));
             None
@@ -57,11 +58,13 @@ pub(super) fn settings(arguments: &AccessArgs, problems: &mut Problems) -> Acces
     };
     let client_text = arguments.api_key_file.as_deref().and_then(|path| read("--api-key-file", path));
     let worker_text = arguments.worker_api_key_file.as_deref().and_then(|path| read("--worker-api-key-file", path));
-    let client_keys = client_text.as_deref().map(ClientKeys::parse);
-    if client_keys.as_ref().is_some_and(ClientKeys::is_empty) {
-        // An empty file must not mean that anybody may.
-        problems.add("--api-key-file has no key; write one per line, or leave the option out");
-    }
+    let client_keys = client_text.and_then(|text| match ClientKeys::parse(&text) {
+        Ok(keys) => Some(keys),
+        Err(problem) => {
+            problems.add(format!("--api-key-file {problem}"));
+            None
+        }
+    });
     let worker_key = worker_text.and_then(|text| {
         let key = text.trim();
         let value = HeaderValue::from_str(&format!("Bearer {key}")).ok().filter(|_| !key.is_empty());

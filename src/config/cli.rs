@@ -177,7 +177,8 @@ pub struct RoutingArgs {
     /// place of the ones above.
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
     pub kv_per_worker_template_kwargs: bool,
-    /// true|false: render a request's own `chat_template`, under limits; without it such a request is routed by load.
+    /// true|false: render a request's own `chat_template`, under limits; without it such a request is routed by load. For
+    /// trusted clients: one that compares values which share their parts can hold an encoder thread for ever.
     #[arg(
         long,
         value_name = "BOOL",
@@ -193,7 +194,8 @@ pub struct RoutingArgs {
     /// Threads that encode long prompts [default: by the number of cores].
     #[arg(long, value_name = "N")]
     pub encoder_threads: Option<u32>,
-    /// Further attempts on other workers, before any byte of the answer has reached the client.
+    /// Further attempts on other workers, before any byte of the answer has reached the client. Unless it is 0, workers that
+    /// refuse the connection do not count (16 at most).
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub request_max_retries: u32,
     /// true|false: an answer names the worker that made it in `x-worker-instance-id`, and of a pair the prefill half in

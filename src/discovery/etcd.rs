@@ -132,13 +132,15 @@ impl EtcdSource {
         let (mut requests, mut responses) = stream.split();
         let mut progress = tokio::time::interval(self.timing.etcd_progress_every);
         progress.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        let silence_max = self.timing.etcd_silence_max;
-        let mut heard = tokio::time::Instant::now();
+        // Silence is counted in questions, not in time: a thread that was busy or stopped for long has asked nothing
+        // meanwhile, and must not take that for the server's silence.
+        let mut unanswered = 0;
         loop {
             tokio::select! {
+                biased;
                 message = responses.message() => {
                     let Some(message) = message? else { return Err(End::Failed("the watch ended".to_owned())) };
-                    heard = tokio::time::Instant::now();
+                    unanswered = 0;
                     if message.canceled() {
                         return Err(End::Failed(cancelled(&message)));
                     }
@@ -147,9 +149,13 @@ impl EtcdSource {
                         self.publish().await?;
                     }
                 }
-                _ = progress.tick() => in_time(limit, "progress request", requests.request_progress()).await?,
-                () = tokio::time::sleep_until(heard + silence_max) => {
-                    return Err(End::Failed(format!("no sign of life for {} s", silence_max.as_secs_f32())));
+                _ = progress.tick() => {
+                    let silence = self.timing.etcd_progress_every * unanswered;
+                    if silence >= self.timing.etcd_silence_max {
+                        return Err(End::Failed(format!("no sign of life for {} s", silence.as_secs_f32())));
+                    }
+                    unanswered += 1;
+                    in_time(limit, "progress request", requests.request_progress()).await?;
                 }
             }
         }
@@ -211,9 +217,6 @@ impl EtcdSource {
 
     fn put(&mut self, name: String, entry: &KeyValue) -> bool {
         let known = self.workers.get(&name);
-        if known.is_some_and(|known| known.freshness == entry.mod_revision()) {
-            return false;
-        }
         if known.is_none() && self.workers.len() >= limits::WORKERS_MAX {
             self.shared.skipped(1);
             tracing::warn!(key = name, "registration skipped: more than {} workers", limits::WORKERS_MAX);
@@ -221,11 +224,15 @@ impl EtcdSource {
         }
         match WorkerRecord::parse(entry.value()) {
             Ok(parsed) => {
+                let freshness = entry.mod_revision();
+                // Not by the revision alone: in another cluster, or one that lost its data, it counts something else.
+                if known.is_some_and(|known| known.freshness == freshness && known.record == parsed.record) {
+                    return false;
+                }
                 for note in parsed.notes {
                     tracing::warn!(key = name, "registration: {note}");
                 }
-                let registration =
-                    Registration { source: SourceKind::Etcd, record: parsed.record, freshness: entry.mod_revision() };
+                let registration = Registration { source: SourceKind::Etcd, record: parsed.record, freshness };
                 self.workers.insert(name, Arc::new(registration));
                 true
             }

@@ -53,6 +53,8 @@ struct Entry {
     registration: Arc<Registration>,
     visit: Visit,
     attendant: AbortHandle,
+    /// Its engine is asked, so that what is known of it is set right in time.
+    is_asked: bool,
     facts: Facts,
     /// Why the last round of questions failed.
     unanswered: Option<String>,
@@ -156,17 +158,31 @@ pub(super) async fn run(
             _ = &mut stopped => return,
             message = messages.recv() => {
                 let Some(message) = message else { return };
-                registry.take(message);
                 // Reports come in bursts; what is waiting already belongs to the same publication.
-                for _ in 0..limits::DISCOVERY_QUEUE_MESSAGES {
-                    let Ok(message) = messages.try_recv() else { break };
-                    registry.take(message);
-                }
+                let waiting = std::iter::from_fn(|| messages.try_recv().ok()).take(limits::DISCOVERY_QUEUE_MESSAGES);
+                newest_sets(std::iter::once(message).chain(waiting)).into_iter().for_each(|message| registry.take(message));
             }
             () = expiry => registry.expire(),
         }
         registry.publish(&on_update);
     }
+}
+
+/// Without the sets that a later one of the same source replaces: each is whole, and taking one over costs as much as the
+/// fleet is large, so that a flood of registrations would cost its square. A suspicion is kept.
+fn newest_sets(burst: impl Iterator<Item = Message>) -> Vec<Message> {
+    let mut kept: Vec<Message> = Vec::new();
+    for mut message in burst {
+        if let Message::Source(kind, set) = &mut message
+            && let Some(place) =
+                kept.iter().position(|known| matches!(known, Message::Source(known, _) if known == kind))
+            && let Message::Source(_, replaced) = kept.remove(place)
+        {
+            set.departures_suspect |= replaced.departures_suspect;
+        }
+        kept.push(message);
+    }
+    kept
 }
 
 fn start_sources(
@@ -382,7 +398,10 @@ impl Registry {
                     let carried = same_url.map(|entry| (entry.facts.clone(), entry.address.clone()));
                     let mut entry = self.admit(&id, registration);
                     if let Some((facts, address)) = carried {
-                        (entry.facts, entry.address) = (facts, address);
+                        entry.address = address;
+                        if entry.is_asked {
+                            entry.facts = facts;
+                        }
                     }
                     self.entries.insert(id, entry);
                 }
@@ -404,12 +423,14 @@ impl Registry {
             Ok(address) if is_own(&self.config.own_listeners, *address) => Open::default(),
             _ => Open::of(&record, registration.source, self.config.template_arguments),
         };
+        let is_asked = open.anything();
         let attendant = attendant::attend(self.tools.clone(), visit.clone(), record, open);
         let attendant = tokio::spawn(attendant).abort_handle();
         Entry {
             registration,
             visit,
             attendant,
+            is_asked,
             facts: Facts::default(),
             unanswered: None,
             address,
@@ -438,6 +459,23 @@ mod tests {
 
     use super::*;
     use crate::discovery::State;
+
+    #[test]
+    fn of_a_burst_only_the_newest_set_of_each_source_counts() {
+        let set = |kind, departures_suspect| Message::Source(kind, Set { departures_suspect, ..Set::default() });
+        let (etcd, file) = (SourceKind::Etcd, SourceKind::File);
+        let alive = || Message::Probe("w".to_owned(), true);
+        let burst = [set(etcd, true), alive(), set(file, false), set(etcd, false), alive(), set(etcd, false)];
+        let kept = newest_sets(burst.into_iter());
+        let seen: Vec<_> = kept
+            .iter()
+            .map(|message| match message {
+                Message::Source(kind, set) => Some((*kind, set.departures_suspect)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(seen, [None, Some((file, false)), None, Some((etcd, true))]);
+    }
 
     #[test]
     fn a_source_that_panics_is_started_again() {

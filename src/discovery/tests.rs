@@ -384,6 +384,27 @@ fn the_workers_file_is_read_again_and_a_bad_one_keeps_the_old_set() {
     running.handle.stop();
 }
 
+/// A record that leaves nothing open is the last word: nobody would set right what its engine has said before.
+#[test]
+fn a_record_that_comes_to_say_everything_stands_as_it_would_after_a_restart() {
+    let engine = ScriptedEngine::start(
+        "127.0.0.1:0",
+        &[
+            ("/v1/models", Script::Answer(200, r#"{"data":[{"id":"g","owned_by":"sglang"}]}"#)),
+            ("/server_info", Script::Answer(200, r#"{"page_size":64,"dp_size":4}"#)),
+        ],
+    );
+    let mut running = Running::start(command_line(vec![static_worker(&engine.url())]));
+    running.wait("the engine's answer", |workers| workers.iter().any(|worker| worker.record.dp_size == Some(4)));
+    let mut whole = static_worker(&engine.url());
+    (whole.model_name, whole.engine, whole.kv_block_size) = ("g".into(), "vllm".into(), Some(64));
+    whole.kv_events_endpoint = Some("tcp://127.0.0.1:9".into());
+    let workers = vec![whole.clone()];
+    running.handle.control().replace(Replacement { workers, workers_file: None, authorization: None });
+    running.wait("the whole record alone", |workers| workers.iter().all(|worker| worker.record == whole));
+    running.handle.stop();
+}
+
 #[test]
 fn command_line_and_file_add_up() {
     let file = tempfile::NamedTempFile::new().unwrap();

@@ -91,12 +91,24 @@ pub struct Sequence {
     recovery: Option<Recovery>,
     /// Batches that may still come before the effects of a broken connection: then it may be another publisher that speaks.
     doubtful: usize,
+    /// A batch without a number was applied.
+    has_unnumbered: bool,
+    /// And the connection has broken since.
+    is_unproved: bool,
 }
 
 impl Sequence {
     /// `can_replay`: whether a replay socket of this publisher is known.
     pub fn new(can_replay: bool) -> Self {
-        Self { can_replay, next: None, recent: VecDeque::with_capacity(RECENT), recovery: None, doubtful: 0 }
+        Self {
+            can_replay,
+            next: None,
+            recent: VecDeque::with_capacity(RECENT),
+            recovery: None,
+            doubtful: 0,
+            has_unnumbered: false,
+            is_unproved: false,
+        }
     }
 
     /// Last sequence number that was accepted.
@@ -115,6 +127,15 @@ impl Sequence {
     /// the doubt outlasts some. What stays possible is that a new life is first heard at exactly the next number.
     pub fn on_disconnect(&mut self) {
         self.doubtful = RECENT;
+        self.is_unproved = self.has_unnumbered;
+    }
+
+    /// A connection was made again. Tells, once, whether the rank's whole view is to be forgotten: without numbers nothing says
+    /// what was lost meanwhile, nor that the publisher is the same.
+    pub fn takes_all_back(&mut self) -> bool {
+        let is_unproved = std::mem::take(&mut self.is_unproved);
+        self.has_unnumbered &= !is_unproved;
+        is_unproved
     }
 
     /// A connection to the publisher was made. Gives the number from which on its replay is to be asked for: what was said
@@ -151,7 +172,10 @@ impl Sequence {
     /// A live batch has arrived. Batches without a sequence number are applied as they come.
     pub fn on_live(&mut self, sequence: Option<u64>, payload: &[u8], now_ns: u64) -> Step {
         // The all-ones number ends replays and cannot be a batch's own.
-        let Some(sequence) = sequence.filter(|sequence| *sequence != u64::MAX) else { return Step::Apply };
+        let Some(sequence) = sequence.filter(|sequence| *sequence != u64::MAX) else {
+            self.has_unnumbered = true;
+            return Step::Apply;
+        };
         let digest = xxh3_64(payload);
         let is_open = self.recovery.as_ref().is_some_and(|recovery| recovery.end.is_none());
         let Some(next) = self.next else {
@@ -413,6 +437,11 @@ mod tests {
         assert_eq!(state.on_live(None, b"x", 0), Step::Apply);
         assert_eq!(state.on_live(None, b"x", 0), Step::Apply);
         assert_eq!(state.last(), None);
+        assert!(!state.takes_all_back(), "while the connection holds");
+        state.on_disconnect();
+        assert_eq!((state.takes_all_back(), state.takes_all_back()), (true, false));
+        state.on_disconnect();
+        assert!(!state.takes_all_back(), "nothing was told since");
     }
 
     /// Lost 3 and 4; while the replay runs 6 arrives live. The replay repeats 5, which is held already: each is applied once.

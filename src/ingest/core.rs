@@ -410,6 +410,9 @@ impl Core {
             tracing::info!(worker_id = %rank.status.worker_id, rank = rank.status.rank, connected, "KV-event publisher");
         }
         if connected {
+            if rank.sequence.takes_all_back() {
+                self.reset(slot, 0);
+            }
             self.catch_up(slot);
         }
     }

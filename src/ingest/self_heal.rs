@@ -16,9 +16,9 @@ use infera_shards::ClientTls;
 use prometheus::{IntCounterVec, Opts, Registry};
 use tokio::sync::mpsc;
 
-use crate::fleet::WorkerState;
+use crate::fleet::{Fleet, WorkerState};
 use crate::index::{SharedView, View};
-use crate::limits::{SELF_HEAL_ASK_DEADLINE, SELF_HEAL_ASKS_MAX};
+use crate::limits::{DEPARTED_SERIES_KEPT, SELF_HEAL_ASK_DEADLINE, SELF_HEAL_ASKS_MAX};
 use crate::worker::{EngineKind, Generation, Name, WorkerRecord};
 
 /// Between two looks at the view.
@@ -179,6 +179,7 @@ async fn run(
     mut stopped: mpsc::Receiver<()>,
 ) {
     let mut healer = Healer::default();
+    let mut counted = Counted { outcomes, seen: HashMap::new() };
     let mut asks = tokio::task::JoinSet::new();
     let mut waiting: Vec<Ask> = Vec::new();
     let mut look = tokio::time::interval(LOOK_EVERY);
@@ -189,11 +190,12 @@ async fn run(
             _ = look.tick() => {
                 let view: Arc<View> = view.load_full();
                 waiting.extend(healer.due(&view, Instant::now()));
+                counted.forget_departed(&view.fleet, Instant::now());
             }
             Some(done) = asks.join_next() => {
                 // A task that panicked leaves its worker in flight: it is not asked again.
                 if let Ok((ask, outcome)) = done {
-                    finish(&mut healer, &ask, outcome, outcomes);
+                    finish(&mut healer, &ask, outcome, &mut counted);
                 }
             }
         }
@@ -210,15 +212,49 @@ async fn run(
     }
 }
 
-fn finish(healer: &mut Healer, ask: &Ask, outcome: reqwest::Result<reqwest::StatusCode>, outcomes: &IntCounterVec) {
+/// The counter, and whom it has series of.
+struct Counted<'a> {
+    outcomes: &'a IntCounterVec,
+    /// When each was last in the fleet.
+    seen: HashMap<Name, Instant>,
+}
+
+impl Counted<'_> {
+    fn add(&mut self, worker_id: &Name, label: &str, now: Instant) {
+        self.outcomes.with_label_values(&[&**worker_id, label]).inc();
+        self.seen.insert(worker_id.clone(), now);
+    }
+
+    /// Series end with their workers, as those of requests do.
+    fn forget_departed(&mut self, fleet: &Fleet, now: Instant) {
+        self.seen.retain(|id, seen| {
+            if fleet.workers.iter().any(|worker| worker.id == *id) {
+                *seen = now;
+            }
+            let stays = now.duration_since(*seen) < DEPARTED_SERIES_KEPT;
+            if !stays {
+                for label in LABELS {
+                    // An error means that there is no such series.
+                    let _ = self.outcomes.remove_label_values(&[&**id, label]);
+                }
+            }
+            stays
+        });
+    }
+}
+
+/// How an ask may end.
+const LABELS: [&str; 3] = ["done", "refused", "failed"];
+
+fn finish(healer: &mut Healer, ask: &Ask, outcome: reqwest::Result<reqwest::StatusCode>, counted: &mut Counted<'_>) {
     let is_success = outcome.as_ref().is_ok_and(|status| status.is_success());
     healer.done(ask, is_success, Instant::now());
     let label = match &outcome {
-        Ok(_) if is_success => "done",
-        Ok(_) => "refused",
-        Err(_) => "failed",
+        Ok(_) if is_success => LABELS[0],
+        Ok(_) => LABELS[1],
+        Err(_) => LABELS[2],
     };
-    outcomes.with_label_values(&[&*ask.worker_id, label]).inc();
+    counted.add(&ask.worker_id, label, Instant::now());
     match outcome {
         Ok(status) => {
             tracing::info!(worker_id = %ask.worker_id, status = status.as_u16(), "answer to the ask to forget the cache")
@@ -235,7 +271,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use super::*;
-    use crate::fleet::{Fleet, Slot, Worker};
+    use crate::fleet::{Slot, Worker};
     use crate::index::RankStatus;
 
     fn record(engine: &str) -> WorkerRecord {
@@ -307,6 +343,22 @@ mod tests {
         rank(&view, 1).unanchored_batches.set(2);
         assert_eq!(healer.due(&view, at(333)), [], "rests after a success");
         assert_eq!(healer.due(&view, at(334)).len(), 1);
+    }
+
+    #[test]
+    fn series_end_a_while_after_their_worker() {
+        let start = Instant::now();
+        let outcomes = IntCounterVec::new(Opts::new("asks", "asks"), &["worker_id", "outcome"]).unwrap();
+        let mut counted = Counted { outcomes: &outcomes, seen: HashMap::new() };
+        let series = || prometheus::core::Collector::collect(&outcomes)[0].get_metric().len();
+        let (there, gone) = (view(1, "vllm").fleet, Fleet::default());
+        counted.add(&"a:1".into(), LABELS[0], start);
+        counted.add(&"a:1".into(), LABELS[2], start);
+        counted.forget_departed(&there, start + DEPARTED_SERIES_KEPT);
+        counted.forget_departed(&gone, start + DEPARTED_SERIES_KEPT * 2 - LOOK_EVERY);
+        assert_eq!(series(), 2);
+        counted.forget_departed(&gone, start + DEPARTED_SERIES_KEPT * 2);
+        assert_eq!((series(), counted.seen.len()), (0, 0));
     }
 
     #[test]

@@ -7,6 +7,9 @@ use crate::limits;
 /// Bytes of a line that decide what it is; what comes behind is skipped.
 const LINE_START_BYTES: usize = 40;
 
+/// May stand before a stream's first line, and is not part of it (WHATWG HTML, server-sent events).
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
 const EVENT: &[u8] = b"event:";
 const DATA: &[u8] = b"data:";
 
@@ -27,6 +30,7 @@ pub enum StreamFailure {
 pub struct Completion {
     line: [u8; LINE_START_BYTES],
     filled: usize,
+    is_first_line: bool,
     /// The line is longer than what decides.
     skipping: bool,
     has_ended: bool,
@@ -49,6 +53,7 @@ impl Default for Completion {
         Self {
             line: [0; LINE_START_BYTES],
             filled: 0,
+            is_first_line: true,
             skipping: false,
             has_ended: false,
             has_failed: false,
@@ -83,13 +88,13 @@ impl Completion {
             return;
         }
         // An error object is known from its first bytes; the rest of the line may be long.
-        let line = &self.line[..self.filled];
+        let line = self.line();
         if taken > 0 && (is_error_data(line) || self.is_error_named && field(line, DATA).is_some()) {
-            self.has_failed = true;
             let mut error = Box::new(ErrorLine::default());
             error.feed(line);
             error.feed(&piece[taken..]);
             self.error = Some(error);
+            self.has_failed = true;
         }
     }
 
@@ -97,20 +102,29 @@ impl Completion {
         if let Some(error) = &mut self.error {
             error.is_whole = true;
         }
-        let line = &self.line[..self.filled];
-        self.has_data |= line.starts_with(DATA);
+        let line = self.line();
+        let is_error = matches!(field(line, EVENT), Some(b"error" | b"response.failed"));
+        let (is_data, is_end) = (line.starts_with(DATA), is_terminator(line));
+        self.has_data |= is_data;
         if !self.skipping {
-            self.has_ended |= is_terminator(line);
-            self.is_error_named |= matches!(field(line, EVENT), Some(b"error" | b"response.failed"));
+            self.has_ended |= is_end;
+            self.is_error_named |= is_error;
             self.has_failed |= self.is_error_named;
         }
         self.filled = 0;
+        self.is_first_line = false;
         self.skipping = false;
+    }
+
+    /// What is kept of the line at hand.
+    fn line(&self) -> &[u8] {
+        let line = &self.line[..self.filled];
+        if self.is_first_line { line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line) } else { line }
     }
 
     /// The engine said that it is done. A last line without its line end counts, as an engine may close there.
     pub fn has_ended(&self) -> bool {
-        self.has_ended || (!self.skipping && is_terminator(&self.line[..self.filled]))
+        self.has_ended || (!self.skipping && is_terminator(self.line()))
     }
 
     /// An error object came as an event, or the response was reported as failed.
@@ -134,7 +148,7 @@ impl Completion {
 
     /// At least one data line came: a stream of comments alone says nothing.
     pub fn has_data(&self) -> bool {
-        self.has_data || self.line[..self.filled].starts_with(DATA)
+        self.has_data || self.line().starts_with(DATA)
     }
 }
 
@@ -224,6 +238,7 @@ mod tests {
         ended("event:response.incomplete\ndata: {}\n\n");
         ended(": ping\n\nevent: response.completed\n");
         ended("event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n");
+        check("\u{feff}data: [DONE]\r\r", true, false, true);
     }
 
     #[test]
@@ -237,6 +252,7 @@ mod tests {
         cut(" data: [DONE]\n\n");
         cut(": data: [DONE]\n\n");
         cut("data:  [DONE]\n\n");
+        cut(": ping\n\n\u{feff}data: [DONE]\n\n");
         cut("event: response.completed.not\n\n");
         cut("id: response.completed\n\n");
         cut("event: message_start\ndata: {\"type\":\"message_start\"}\n\n");
@@ -253,6 +269,7 @@ mod tests {
         check("event: response.failed\ndata: {}\n\n", true, true, true);
         check("data: {\"error\":null,\"choices\":[]}\n\ndata: [DONE]\n\n", true, false, true);
         check("data: {\"errors\":{}}\n\n", false, false, true);
+        check("\u{feff}data: {\"error\":{}}\r\r", false, true, true);
         check("event: errors\ndata: 1\n\n", false, false, true);
     }
 

@@ -7,13 +7,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::ahead::{Ahead, Submit};
-use super::cache::{Extension, Prefix, PrefixCache};
+use super::cache::{Extension, Patience, Prefix, PrefixCache};
 use super::encoder::Encoder;
 use super::flights::Flights;
 use super::segments::{Piece, Splitter};
 use super::stopwatch::{Stage, lap};
 use super::{NoBlocks, PromptBlocks, PromptStats, spare};
-use crate::limits::LONG_PIECE_BYTES;
+use crate::limits::{LONG_PIECE_BYTES, SHARD_NEW_TEXT_BYTES};
 
 /// From so many new bytes on, in more than one piece, other encoder threads are asked to help.
 const SHARED_BYTES_MIN: usize = 64 << 10;
@@ -208,6 +208,8 @@ impl BlockMaker {
             }
             _ => None,
         };
+        // With so little new text it may be a shard that is at work.
+        let patience = if new_bytes <= SHARD_NEW_TEXT_BYTES { Patience::GivesUp } else { Patience::Waits };
         let mut encoding = Encoding { text: &text, ahead: ahead.as_deref(), is_kept, mark };
         for (index, piece) in pieces.iter().enumerate().skip(first) {
             self.encode_piece(&mut encoding, index, piece, &mut works)?;
@@ -220,7 +222,7 @@ impl BlockMaker {
         }
         let finished = works.into_iter().map(|mut work| {
             if let Some(cache) = self.cache.as_ref().filter(|_| is_kept) {
-                cache.keep(&mut work.extension);
+                cache.keep(&mut work.extension, patience);
             }
             work.extension.push(after);
             work.extension.push(suffix.as_deref().unwrap_or_default());
@@ -272,7 +274,7 @@ impl BlockMaker {
             if let Some(cache) = cache {
                 work.extension.cut(key(piece, work.block_size));
                 if is_long {
-                    cache.keep(&mut work.extension);
+                    cache.keep(&mut work.extension, Patience::Waits);
                 }
             }
         }
@@ -317,7 +319,7 @@ impl Work {
             return;
         }
         if let Some(prefix) = cache.get(key(piece, self.block_size)) {
-            cache.keep(&mut self.extension);
+            cache.keep(&mut self.extension, Patience::Waits);
             self.extension = Extension::of(prefix, self.block_size);
             self.next_piece = index + 1;
         }

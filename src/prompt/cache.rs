@@ -2,11 +2,12 @@
 //! only what is new.
 //!
 //! Shared by all threads. Reads take no lock: a set of slots is searched by tag, then one entry is loaded through
-//! `arc-swap`. Writers, which have just encoded text, take one mutex. Bounded in bytes; eviction is a clock: an entry
+//! `arc-swap`. Writers, which have just encoded text, take one mutex; a shard tries for it and does not wait. Bounded in bytes; eviction is a clock: an entry
 //! goes when the hand passes it and it was not read since the last pass. Holds block hashes, never text.
 
+use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use arc_swap::ArcSwapOption;
 
@@ -20,6 +21,9 @@ const BYTES_PER_SLOT: usize = 512;
 
 /// Links from a run to the runs before it; a longer chain is copied into one run.
 const RUN_LINKS_MAX: usize = 32;
+
+/// Tries of a thread that must not wait: about a microsecond, as long as most writers need.
+const TRIES_MAX: usize = 64;
 
 /// Bytes of an entry and of a run beside their lists.
 const FIXED_BYTES: usize = 128;
@@ -159,6 +163,15 @@ struct Slot {
     entry: ArcSwapOption<Entry>,
 }
 
+/// What a writer does where another one is at it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    /// Waits for it.
+    Waits,
+    /// Keeps nothing: the text is encoded once more when it comes again.
+    GivesUp,
+}
+
 /// Counters and sizes, for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
@@ -216,7 +229,7 @@ impl PrefixCache {
     }
 
     /// Keeps the cuts that an extension has passed since it was last kept; it goes on from here.
-    pub fn keep(&self, extension: &mut Extension) {
+    pub fn keep(&self, extension: &mut Extension, patience: Patience) {
         if extension.cuts.is_empty() {
             return;
         }
@@ -241,11 +254,25 @@ impl PrefixCache {
             extension.fresh.drain(..last.blocks - extension.start.blocks);
             extension.start = last;
         }
-        let mut hand = self.hand.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(mut hand) = self.hand(patience) else { return };
         for cut in &cuts {
             self.insert(cut.0, prefix(cut));
         }
         self.evict(&mut hand);
+    }
+
+    fn hand(&self, patience: Patience) -> Option<MutexGuard<'_, usize>> {
+        if patience == Patience::Waits {
+            return Some(self.hand.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+        for _ in 0..TRIES_MAX {
+            match self.hand.try_lock() {
+                Ok(hand) => return Some(hand),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => spin_loop(),
+            }
+        }
+        None
     }
 
     /// Only under the writer's mutex.
@@ -338,7 +365,7 @@ mod tests {
                 extension.push(&all[cut_at..next]);
                 extension.cut(turn as u128 + 1);
                 extension.push(&all[next..next + 21]);
-                cache.keep(&mut extension);
+                cache.keep(&mut extension, Patience::Waits);
                 assert_eq!(extension.finish(), (prompt_blocks(&all[..next + 21], block_size), next + 21));
                 cut_at = next;
             }
@@ -352,7 +379,7 @@ mod tests {
             let mut extension = Extension::of(Prefix::empty(), 16);
             extension.push(&ids(request, 500));
             extension.cut((u128::from(request) << 64) | u128::from(request));
-            cache.keep(&mut extension);
+            cache.keep(&mut extension, Patience::Waits);
             assert!(cache.stats().bytes <= 64 << 10);
         }
         assert!(cache.stats().evictions > 1000 && cache.stats().entries > 20, "{:?}", cache.stats());
@@ -364,13 +391,34 @@ mod tests {
     }
 
     #[test]
+    fn who_must_not_wait_keeps_nothing_while_another_writes_and_hashes_right() {
+        let cache = PrefixCache::new(64 << 10).unwrap();
+        let all = ids(1, 500);
+        let hashed = |patience| {
+            let mut extension = Extension::of(Prefix::empty(), 16);
+            extension.push(&all[..400]);
+            extension.cut(7);
+            cache.keep(&mut extension, patience);
+            extension.push(&all[400..]);
+            extension.finish()
+        };
+        let expected = (prompt_blocks(&all, 16), all.len());
+        let writing = cache.hand.lock().unwrap();
+        assert_eq!(hashed(Patience::GivesUp), expected);
+        assert!(cache.get(7).is_none() && cache.stats() == CacheStats::default());
+        drop(writing);
+        assert_eq!(hashed(Patience::GivesUp), expected);
+        assert_eq!(cache.get(7).map(|prefix| prefix.tokens()), Some(400));
+    }
+
+    #[test]
     fn what_is_read_stays_and_what_is_not_goes() {
         let cache = PrefixCache::new(64 << 10).unwrap();
         let keep = |request: u32| {
             let mut extension = Extension::of(Prefix::empty(), 16);
             extension.push(&ids(request, 500));
             extension.cut((u128::from(request) << 64) | u128::from(request));
-            cache.keep(&mut extension);
+            cache.keep(&mut extension, Patience::Waits);
         };
         let hot = (7u128 << 64) | 7;
         keep(7);
@@ -392,7 +440,7 @@ mod tests {
                         let mut extension = Extension::of(Prefix::empty(), 16);
                         extension.push(&ids(request, 16 * (1 + request as usize % 40)));
                         extension.cut((u128::from(request) << 64) | u128::from(request + 1));
-                        cache.keep(&mut extension);
+                        cache.keep(&mut extension, Patience::Waits);
                     }
                 });
             }

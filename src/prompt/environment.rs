@@ -35,9 +35,7 @@ pub fn environment(now: Option<SystemTime>) -> Result<Environment<'static>, Erro
     environment.set_fuel(Some(TEMPLATE_FUEL));
     environment.set_recursion_limit(TEMPLATE_RECURSION_MAX);
     environment.set_unknown_method_callback(methods::call);
-    environment.set_formatter(|out, _state, value| {
-        python::write_str(out, value).map_err(|_| Error::from(ErrorKind::WriteFailure))
-    });
+    environment.set_formatter(|out, _state, value| python::write_str(out, value));
     environment.add_filter("tojson", tojson);
     environment.add_filter("string", |value: &Value| python::str(value));
     environment.add_filter("trim", trim);
@@ -46,13 +44,13 @@ pub fn environment(now: Option<SystemTime>) -> Result<Environment<'static>, Erro
     environment.add_filter("escape", escaped);
     environment.add_filter("e", escaped);
     environment.add_filter("center", |state: &mut State, value: &Value, width: Option<i64>| {
-        let text = Value::from(methods::text_of(value).as_ref());
+        let text = Value::from(methods::text_of(value)?.as_ref());
         methods::call(state, &text, "center", &[Value::from(width.unwrap_or(80))])
     });
     environment.add_filter("attr", attribute);
-    environment.add_filter("wordcount", |value: &Value| {
-        let text = methods::text_of(value);
-        text.split(|char: char| !(char.is_alphanumeric() || char == '_')).filter(|word| !word.is_empty()).count()
+    environment.add_filter("wordcount", |value: &Value| -> Result<usize, Error> {
+        let text = methods::text_of(value)?;
+        Ok(text.split(|char: char| !(char.is_alphanumeric() || char == '_')).filter(|word| !word.is_empty()).count())
     });
     environment.add_test("callable", |value: &Value| value.kind() == ValueKind::Plain);
     environment.add_test("sequence", |value: &Value| {
@@ -67,7 +65,7 @@ pub fn environment(now: Option<SystemTime>) -> Result<Environment<'static>, Erro
 }
 
 fn raise_exception(message: Value) -> Result<Value, Error> {
-    let text = python::str(&message);
+    let text = python::str(&message)?;
     Err(Error::new(ErrorKind::InvalidOperation, "the template refused").with_source(Refused(text)))
 }
 
@@ -105,8 +103,8 @@ fn tojson(
         let [item, key] = &pair[..] else {
             return Err(Error::new(ErrorKind::InvalidOperation, "separators must be a pair"));
         };
-        style.item_separator = methods::text_of(item).into_owned();
-        style.key_separator = methods::text_of(key).into_owned();
+        style.item_separator = methods::text_of(item)?.into_owned();
+        style.key_separator = methods::text_of(key)?.into_owned();
     }
     python::json(value, &style)
 }
@@ -142,8 +140,8 @@ fn number(value: &Value, kind: &str, default: Option<Value>) -> Result<Value, Er
 }
 
 /// Markupsafe's spelling of the five characters.
-fn escaped(value: &Value) -> String {
-    let text = methods::text_of(value);
+fn escaped(value: &Value) -> Result<String, Error> {
+    let text = methods::text_of(value)?;
     let mut out = String::with_capacity(text.len());
     for char in text.chars() {
         match char {
@@ -155,7 +153,7 @@ fn escaped(value: &Value) -> String {
             char => out.push(char),
         }
     }
-    out
+    Ok(out)
 }
 
 /// Jinja's `attr` looks at attributes alone, and a dictionary's members are none.
@@ -170,7 +168,7 @@ fn attribute(value: &Value, name: &str) -> Result<Value, Error> {
 
 /// `trim(chars=None)`: Python's `strip`.
 fn trim(state: &mut State, value: &Value, chars: Option<Value>) -> Result<Value, Error> {
-    let text = Value::from(methods::text_of(value).as_ref());
+    let text = Value::from(methods::text_of(value)?.as_ref());
     let arguments: Vec<Value> = chars.into_iter().filter(|chars| !chars.is_none()).collect();
     methods::call(state, &text, "strip", &arguments)
 }

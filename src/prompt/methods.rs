@@ -282,6 +282,9 @@ fn position(text: &str, args: &[Value]) -> Result<i64, Error> {
 
 fn padded(text: &str, method: &str, args: &[Value]) -> Result<String, Error> {
     let (width, fill): (i64, Option<&str>) = from_args(args)?;
+    if fill.is_some_and(|fill| fill.chars().nth(1).is_some() || fill.is_empty()) {
+        return fail("the fill character must be exactly one character long");
+    }
     let missing = usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count());
     within_limit(text.len().saturating_add(missing.saturating_mul(4)))?;
     let fill = if method == "zfill" { "0" } else { fill.unwrap_or(" ") };
@@ -353,9 +356,9 @@ fn list_method(list: &Value, method: &str, args: &[Value]) -> Result<Option<Valu
 }
 
 /// `str(value)` for a filter's input: strings as they are, other values as Python prints them.
-pub fn text_of(value: &Value) -> std::borrow::Cow<'_, str> {
+pub fn text_of(value: &Value) -> Result<std::borrow::Cow<'_, str>, Error> {
     match value.as_str() {
-        Some(text) => text.into(),
-        None => python::str(value).into(),
+        Some(text) => Ok(text.into()),
+        None => python::str(value).map(Into::into),
     }
 }

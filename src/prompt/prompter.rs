@@ -15,7 +15,7 @@ use super::outline::utf8;
 use super::request::{self, Body, Conversation, boolean};
 use super::segments::Splitter;
 use super::stopwatch::{Stage, lap};
-use super::template::ChatTemplate;
+use super::template::{ChatTemplate, render_hostile};
 use super::tree::Tree;
 use super::variant::Variant;
 use super::{
@@ -419,7 +419,8 @@ impl Prompter {
         let conversation = self.conversation(engine, variant, body, template)?;
         // Encoded by itself behind the rendering, as the engine does it.
         let suffix = conversation.suffix.as_ref().map(|suffix| suffix.to_string());
-        let text = hugging_face::render(template, &self.special_tokens, conversation, body_bytes)?;
+        let render = || hugging_face::render(template, &self.special_tokens, conversation, body_bytes);
+        let text = if own_template.is_some() { render_hostile(render)? } else { render()? };
         Ok(Text { text, with_ends, suffix, cuts: Vec::new() })
     }
 

@@ -8,6 +8,7 @@ use minijinja::value::{ValueIter, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::tree::LongInteger;
+use crate::limits::{RENDERED_BYTES_MAX, TEMPLATE_VALUE_DEPTH_MAX};
 
 /// The arguments of `json.dumps` that templates use.
 #[derive(Clone, Debug)]
@@ -39,7 +40,20 @@ pub fn json(value: &Value, style: &JsonStyle) -> Result<String, Error> {
     Ok(out)
 }
 
+/// Refuses what would become too long with `more` bytes, and what is nested too deep. A template can make a few names for
+/// one list spell more places than there are bytes.
+fn within_bounds(out: &str, more: usize, depth: usize) -> Result<(), Error> {
+    if depth > TEMPLATE_VALUE_DEPTH_MAX {
+        return Err(Error::new(ErrorKind::InvalidOperation, "a value is nested too deep to be printed"));
+    }
+    if out.len().saturating_add(more) > RENDERED_BYTES_MAX {
+        return Err(Error::new(ErrorKind::OutOfFuel, "a value is too long to be printed"));
+    }
+    Ok(())
+}
+
 fn write_json(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Result<(), Error> {
+    within_bounds(out, 0, depth)?;
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -77,11 +91,10 @@ fn write_json_list(out: &mut String, items: ValueIter, style: &JsonStyle, depth:
     out.push('[');
     let mut empty = true;
     for item in items {
-        begin_item(out, style, depth + 1, std::mem::replace(&mut empty, false));
+        begin_item(out, style, depth + 1, std::mem::replace(&mut empty, false))?;
         write_json(out, &item, style, depth + 1)?;
     }
-    end_container(out, style, depth, empty, ']');
-    Ok(())
+    end_container(out, style, depth, empty, ']')
 }
 
 fn write_json_map(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Result<(), Error> {
@@ -93,13 +106,12 @@ fn write_json_map(out: &mut String, value: &Value, style: &JsonStyle, depth: usi
     out.push('{');
     let empty = members.is_empty();
     for (index, (key, value)) in members.into_iter().enumerate() {
-        begin_item(out, style, depth + 1, index == 0);
+        begin_item(out, style, depth + 1, index == 0)?;
         write_json_key(out, &key, style)?;
         out.push_str(&style.key_separator);
         write_json(out, &value, style, depth + 1)?;
     }
-    end_container(out, style, depth, empty, '}');
-    Ok(())
+    end_container(out, style, depth, empty, '}')
 }
 
 /// A key that is not a string is written as the JSON of its value between quotes.
@@ -122,22 +134,27 @@ fn write_json_key(out: &mut String, key: &Value, style: &JsonStyle) -> Result<()
     }
 }
 
-fn begin_item(out: &mut String, style: &JsonStyle, depth: usize, first: bool) {
+fn begin_item(out: &mut String, style: &JsonStyle, depth: usize, first: bool) -> Result<(), Error> {
     if !first {
         out.push_str(&style.item_separator);
     }
-    if let Some(indent) = &style.indent {
-        out.push('\n');
-        (0..depth).for_each(|_| out.push_str(indent));
-    }
+    begin_line(out, style, depth)
 }
 
-fn end_container(out: &mut String, style: &JsonStyle, depth: usize, empty: bool, mark: char) {
-    if let (Some(indent), false) = (&style.indent, empty) {
-        out.push('\n');
-        (0..depth).for_each(|_| out.push_str(indent));
+fn end_container(out: &mut String, style: &JsonStyle, depth: usize, empty: bool, mark: char) -> Result<(), Error> {
+    if !empty {
+        begin_line(out, style, depth)?;
     }
     out.push(mark);
+    Ok(())
+}
+
+fn begin_line(out: &mut String, style: &JsonStyle, depth: usize) -> Result<(), Error> {
+    let Some(indent) = &style.indent else { return Ok(()) };
+    within_bounds(out, indent.len().saturating_mul(depth), depth)?;
+    out.push('\n');
+    (0..depth).for_each(|_| out.push_str(indent));
+    Ok(())
 }
 
 fn write_json_string(out: &mut String, text: &str, ensure_ascii: bool) {
@@ -188,27 +205,29 @@ fn write_float(out: &mut String, value: f64) {
     let _ = write!(out, "{digits}e{sign}{:02}", exponent.abs());
 }
 
-/// `str(value)` as Jinja prints it; undefined prints nothing.
-pub fn write_str(out: &mut impl Write, value: &Value) -> std::fmt::Result {
-    match value.as_str() {
+/// `str(value)` as Jinja prints it; undefined prints nothing. Fails on what is too long or nested too deep.
+pub fn write_str(out: &mut impl Write, value: &Value) -> Result<(), Error> {
+    let written = match value.as_str() {
         Some(text) => out.write_str(text),
         None if value.is_undefined() => Ok(()),
         None => {
             let mut text = String::new();
-            write_repr(&mut text, value);
+            write_repr(&mut text, value, 0)?;
             out.write_str(&text)
         }
-    }
+    };
+    written.map_err(|_| Error::from(ErrorKind::WriteFailure))
 }
 
 /// `str(value)` as a string.
-pub fn str(value: &Value) -> String {
+pub fn str(value: &Value) -> Result<String, Error> {
     let mut out = String::new();
-    let _ = write_str(&mut out, value);
-    out
+    write_str(&mut out, value)?;
+    Ok(out)
 }
 
-fn write_repr(out: &mut String, value: &Value) {
+fn write_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+    within_bounds(out, 0, depth)?;
     match value.kind() {
         ValueKind::Number if !value.is_integer() => {
             let float = f64::try_from(value.clone()).unwrap_or(f64::NAN);
@@ -220,13 +239,13 @@ fn write_repr(out: &mut String, value: &Value) {
             }
         }
         ValueKind::String => write_string_repr(out, value.as_str().unwrap_or_default()),
-        ValueKind::Seq => {
+        ValueKind::Seq | ValueKind::Iterable => {
             let (open, close) = if value.is_tuple() { ('(', ')') } else { ('[', ']') };
             out.push(open);
             let mut count = 0;
             for item in value.try_iter().into_iter().flatten() {
                 out.push_str(if count > 0 { ", " } else { "" });
-                write_repr(out, &item);
+                write_repr(out, &item, depth + 1)?;
                 count += 1;
             }
             if value.is_tuple() && count == 1 {
@@ -239,9 +258,9 @@ fn write_repr(out: &mut String, value: &Value) {
             let members = value.as_object().and_then(|object| object.try_iter_pairs());
             for (index, (key, value)) in members.into_iter().flatten().enumerate() {
                 out.push_str(if index > 0 { ", " } else { "" });
-                write_repr(out, &key);
+                write_repr(out, &key, depth + 1)?;
                 out.push_str(": ");
-                write_repr(out, &value);
+                write_repr(out, &value, depth + 1)?;
             }
             out.push('}');
         }
@@ -250,6 +269,7 @@ fn write_repr(out: &mut String, value: &Value) {
             let _ = write!(out, "{value}");
         }
     }
+    Ok(())
 }
 
 /// `repr(str)`: single quotes unless only they occur inside, escapes for what Python calls unprintable.
@@ -325,7 +345,7 @@ mod tests {
         ] {
             assert_eq!(json(&value(text), &JsonStyle::default()).unwrap(), expected, "{text}");
         }
-        assert_eq!(str(&value("[1e999, NaN, 1e22]")), "[inf, nan, 1e+22]");
+        assert_eq!(str(&value("[1e999, NaN, 1e22]")).unwrap(), "[inf, nan, 1e+22]");
     }
 
     #[test]
@@ -359,10 +379,10 @@ mod tests {
         let input =
             value(r#"[true,false,null,1,2.0,"it's","say \"hi\"","both ' and \"","tab\t\u0000\u00a0é",{"k":["v"]}]"#);
         assert_eq!(
-            str(&input),
+            str(&input).unwrap(),
             r#"[True, False, None, 1, 2.0, "it's", 'say "hi"', 'both \' and "', 'tab\t\x00\xa0é', {'k': ['v']}]"#
         );
-        assert_eq!(str(&value("\"plain\"")), "plain");
-        assert_eq!(str(&Value::UNDEFINED), "");
+        assert_eq!(str(&value("\"plain\"")).unwrap(), "plain");
+        assert_eq!(str(&Value::UNDEFINED).unwrap(), "");
     }
 }

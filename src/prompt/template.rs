@@ -19,6 +19,9 @@ const NAME: &str = "chat_template";
 /// takes at least one byte and a few hundred bytes of stack.
 const COMPILE_STACK_BYTES: usize = REQUEST_TEMPLATE_BYTES_MAX * 4096;
 
+/// Address space too. A value can be nested about as deep as there is fuel, and is compared, printed and freed level by level.
+const RENDER_STACK_BYTES: usize = REQUEST_TEMPLATE_FUEL as usize * 512;
+
 /// One compiled template.
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -44,12 +47,9 @@ impl ChatTemplate {
         if source.len() > REQUEST_TEMPLATE_BYTES_MAX {
             return Err(NoBlocks::TooLong);
         }
-        let failed = |error: &dyn std::fmt::Display| NoBlocks::TemplateFailed(error.to_string());
-        std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("template".into()).stack_size(COMPILE_STACK_BYTES);
-            let thread = thread.spawn_scoped(scope, || Self::compile(source, now)).map_err(|error| failed(&error))?;
-            let compiled = thread.join().map_err(|_| failed(&"the compiler panicked"))?;
-            let mut compiled = compiled.map_err(|error| failed(&error))?;
+        on_deep_stack(COMPILE_STACK_BYTES, || {
+            let mut compiled =
+                Self::compile(source, now).map_err(|error| NoBlocks::TemplateFailed(error.to_string()))?;
             compiled.environment.set_fuel(Some(REQUEST_TEMPLATE_FUEL));
             Ok(compiled)
         })
@@ -97,6 +97,20 @@ impl ChatTemplate {
             }
         }
     }
+}
+
+/// Runs `render`, of a template that somebody else wrote, where its values may be nested as deep as they can be made.
+pub fn render_hostile(render: impl FnOnce() -> Result<String, NoBlocks> + Send) -> Result<String, NoBlocks> {
+    on_deep_stack(RENDER_STACK_BYTES, render)
+}
+
+/// A stack that is used up ends the process, so what recurses by a stranger's word gets one that is long enough.
+fn on_deep_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, NoBlocks> + Send) -> Result<T, NoBlocks> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("template".into()).stack_size(bytes);
+        let thread = thread.spawn_scoped(scope, work).map_err(|error| NoBlocks::TemplateFailed(error.to_string()))?;
+        thread.join().unwrap_or_else(|_| Err(NoBlocks::TemplateFailed("it made a thread panic".to_owned())))
+    })
 }
 
 /// Output that refuses to grow beyond the bound on rendered text.

@@ -256,8 +256,17 @@ fn begun(request: &Request) -> Open {
     Rc::new(RefCell::new(AccessLine {
         request_id: id.map(clipped),
         body_bytes_in: request.body.len() as u64,
-        ..AccessLine::of(request.peer, request.received, request.method.clone(), clipped(path.as_bytes()))
+        ..AccessLine::of(request.peer, request.received, clipped_method(&request.method), clipped(path.as_bytes()))
     }))
+}
+
+/// A client may make a method up, of any length.
+fn clipped_method(method: &Method) -> Method {
+    match method.as_str().as_bytes().get(..limits::ACCESS_TEXT_BYTES_MAX) {
+        // What a method begins with is one.
+        Some(beginning) => Method::from_bytes(beginning).unwrap_or_default(),
+        None => method.clone(),
+    }
 }
 
 /// As much of a client's word as a line holds.

@@ -3,6 +3,8 @@
 
 use std::cell::Cell;
 
+use crate::limits;
+
 /// One retry in the account's unit: sums of many small parts must come out exactly.
 const RETRY: u64 = 1_000_000;
 
@@ -17,6 +19,38 @@ const SAVED_MAX: u64 = 100;
 
 fn share(percent: f64) -> u64 {
     (percent / 100.0 * RETRY as f64).round() as u64
+}
+
+/// The attempts of one request that have failed. Those that were refused a connection have cost nothing and nobody: they do not
+/// count, up to a limit, so that no request fails beside a worker that would serve it.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Failures {
+    counted: usize,
+    refused: usize,
+}
+
+impl Failures {
+    pub fn add(&mut self, is_refused: bool) {
+        match is_refused && self.refused < limits::REFUSED_CONNECTIONS_MAX {
+            true => self.refused += 1,
+            false => self.counted += 1,
+        }
+    }
+
+    pub fn any(self) -> bool {
+        self.counted + self.refused > 0
+    }
+
+    /// Those that have asked something of a worker.
+    pub fn counted(self) -> usize {
+        self.counted
+    }
+
+    /// Whether `--request-max-retries` allows another attempt after one more failure. 0 means one attempt, come what may.
+    pub fn allow_another(mut self, is_refused: bool, retries_max: u32) -> bool {
+        self.add(is_refused);
+        retries_max > 0 && self.counted <= retries_max as usize
+    }
 }
 
 /// One shard's account; never shared.
@@ -65,6 +99,17 @@ impl RetryBudget {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn refused_connections_are_no_retries_up_to_a_limit() {
+        let mut failures = Failures::default();
+        assert!(failures.allow_another(false, 1) && !failures.allow_another(true, 0));
+        (0..limits::REFUSED_CONNECTIONS_MAX).for_each(|_| failures.add(true));
+        assert!(failures.allow_another(true, 1) && failures.allow_another(false, 1));
+        failures.add(true);
+        assert!(!failures.allow_another(true, 1) && !failures.allow_another(false, 1));
+        assert_eq!(failures.counted(), 1);
+    }
 
     fn taken(budget: &RetryBudget, wanted: usize, now_ms: u64) -> usize {
         (0..wanted).filter(|_| budget.take(now_ms)).count()

@@ -94,22 +94,21 @@ pub(super) async fn serve(
             "pair"
         );
         watched.asks_pair(&pair.prefill.handles, &pair.decode.handles, ids.room());
-        let failed_before = tried.attempts();
-        let mut attempt = Attempt { service, pair, ids, failed_before, dialect: &dialect, watched };
+        let mut attempt = Attempt { service, pair, ids, failures: tried.failures, dialect: &dialect, watched };
         if let Some(held) = held.take() {
             held.release_through(&attempt);
         }
         match legs::run(&mut attempt, &mut job, responder).await {
             Ending::Answered(outcome) => return Ok(outcome),
             Ending::Failed(error) => return Err(error),
-            Ending::Retry { role, worker, held: left } => {
-                tried.add(role, worker);
+            Ending::Retry { role, worker, is_refused, held: left } => {
+                tried.add(role, worker, is_refused);
                 held = left;
                 // What the failed attempt held must not be held while waiting. KV that waits is freed first: nobody would
                 // own it if the client left meanwhile.
                 drop(attempt);
                 if held.is_none() {
-                    back_off(service, tried.attempts()).await;
+                    back_off(service, tried.failures.counted()).await;
                 }
             }
         }

@@ -14,6 +14,7 @@ use tracing::{debug, warn};
 
 use super::access::{self, Ended};
 use super::added::AddedHeaders;
+use super::budget::Failures;
 use super::count as counting;
 use super::dialect::{Dialect, is_stream};
 use super::direct::{self, Named};
@@ -237,15 +238,18 @@ async fn attempts(
     service.retry_budget.request();
     let shared = &service.shared;
     let mut tried: Vec<Name> = Vec::new();
+    let mut failures = Failures::default();
     let mut chat = Chat::default();
     loop {
-        let (picked, may_retry) = match next_worker(service, &route, &tried)? {
+        let (picked, has_another) = match next_worker(service, &route, &tried)? {
             Some(next) => next,
             None => {
                 return Err(none_left());
             }
         };
         watched.asks(&picked.handles);
+        let may_retry = |is_refused| has_another && failures.allow_another(is_refused, service.live().retries_max);
+        let mut is_refused = false;
         let said = match route.endpoint {
             // Boxed: few requests are of these, and all would carry their room.
             Endpoint::Messages => Box::pin(messages::send(service, &request, &route.model, &picked, &mut chat)).await,
@@ -266,7 +270,7 @@ async fn attempts(
                 }
                 let standing = Standing::of(&response, &service.live().outbound);
                 picked.answered(shared, standing);
-                if !(may_retry && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
+                if !(may_retry(false) && standing.is_worth_a_retry() && service.may_spend_a_retry()) {
                     return match standing {
                         Standing::KeyRefused => Err(ApiError::key_refused(&picked.worker.id)),
                         _ => Ok(Served::ByOne(picked, response, dialect)),
@@ -278,7 +282,8 @@ async fn attempts(
             Err(Trouble::Worker(error)) => {
                 picked.failed_by(shared, &error);
                 // Whoever was not reached has done nothing: trying the next one asks no more of the fleet than one request may.
-                if !(may_retry && (error.is_unreached() || service.may_spend_a_retry())) {
+                is_refused = error.is_refused();
+                if !(may_retry(is_refused) && (error.is_unreached() || service.may_spend_a_retry())) {
                     return Err(worker_error(&picked, &error));
                 }
                 warn!(worker = &*picked.worker.id, phase = error.phase(), %error, "retrying on another worker");
@@ -288,7 +293,8 @@ async fn attempts(
         tried.push(picked.worker.id.clone());
         // What the failed attempt held must not be held while waiting.
         drop(picked);
-        back_off(service, tried.len()).await;
+        failures.add(is_refused);
+        back_off(service, failures.counted()).await;
     }
 }
 
@@ -312,8 +318,7 @@ pub(super) fn none_left() -> ApiError {
     ApiError::NoWorker { reason: "every worker of the model left during the request".to_owned() }
 }
 
-/// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would
-/// be left for a retry.
+/// Picks and books among the workers not tried yet, on the newest view; also tells whether another one would be left.
 fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result<Option<(Picked, bool)>, ApiError> {
     let view = service.view();
     let (model, pool) = narrowed_pool(&view.fleet, route)?;
@@ -323,10 +328,9 @@ fn next_worker(service: &RouterService, route: &Route, tried: &[Name]) -> Result
         Err(NoPick::NoneLeft) => return Ok(None),
         Err(NoPick::Full) => return Err(ApiError::full(model)),
     };
-    let may_retry = (tried.len() as u32) < service.live().retries_max
-        && route::untried(&view.fleet, &pool, tried)
-            .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
-    Ok(Some((picked, may_retry)))
+    let has_another = route::untried(&view.fleet, &pool, tried)
+        .any(|index| view.fleet.targets[index as usize].worker.id != picked.worker.id);
+    Ok(Some((picked, has_another)))
 }
 
 /// The targets that one worker for the request is picked from, whichever were tried.
@@ -456,7 +460,7 @@ async fn relay(
                     picked.completed();
                     count((&picked.handles, &picked.handles), received, &observer.answer);
                 }
-                if !status.is_client_error() && !status.is_server_error() {
+                if status.as_u16() < 400 {
                     picked.succeeded();
                 }
                 Outcome::from(status)

@@ -19,6 +19,7 @@ use subtle::{Choice, ConstantTimeEq};
 
 use super::cleanup::DATA_PARALLEL_RANK;
 use super::direct;
+use crate::limits;
 
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
@@ -34,9 +35,28 @@ impl fmt::Debug for ClientKeys {
 
 impl ClientKeys {
     /// One key per line; empty lines and lines that begin with `#` are left out.
-    pub fn parse(text: &str) -> Self {
-        let keys = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
-        Self(keys.map(|key| Sha256::digest(key.as_bytes()).into()).collect())
+    ///
+    /// # Errors
+    /// What is wrong, in words that show no key: there is none, which must not mean that anybody may, there are too many, or
+    /// one could never come in a header.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let mut keys = Vec::new();
+        for (index, line) in text.lines().map(str::trim).enumerate() {
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            if !line.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
+                return Err(format!("line {}: a key has visible ASCII characters only", index + 1));
+            }
+            if keys.len() == limits::CLIENT_KEYS_MAX {
+                return Err(format!("more than {} keys", limits::CLIENT_KEYS_MAX));
+            }
+            keys.push(Sha256::digest(line.as_bytes()).into());
+        }
+        match keys.is_empty() {
+            true => Err("has no key; write one per line, or leave the option out".to_owned()),
+            false => Ok(Self(keys)),
+        }
     }
 
     pub fn is_empty(&self) -> bool {
@@ -151,13 +171,21 @@ mod tests {
 
     #[test]
     fn keys_of_a_file_and_a_header() {
-        let keys = ClientKeys::parse("# ours\n  sk-one \n\nsk-two\r\n");
+        let keys = ClientKeys::parse("# ours\n  sk-one \n\nsk-two\r\n").unwrap();
         assert_eq!((keys.0.len(), format!("{keys:?}").as_str()), (2, "2 keys"));
         assert_eq!(bearer(b"bEaReR  sk-one "), Some(&b"sk-one"[..]));
         for odd in [&b"Basic abc"[..], b"Bearer", b"", b"Bearersk-one"] {
             assert_eq!(bearer(odd), None);
         }
-        assert!(ClientKeys::parse("# nothing\n").is_empty());
+        for (text, problem) in [
+            ("# nothing\n".to_owned(), "has no key"),
+            ("sk-one\nsk-\0two\n".to_owned(), "line 2: a key has visible"),
+            ("schlüssel".to_owned(), "line 1: a key has visible"),
+            ("k\n".repeat(limits::CLIENT_KEYS_MAX + 1), "more than"),
+        ] {
+            let refused = ClientKeys::parse(&text).unwrap_err();
+            assert!(refused.starts_with(problem) && !refused.contains("two"), "{refused}");
+        }
     }
 
     #[test]

@@ -65,9 +65,12 @@ impl LegFailure {
         Self { role: Role::Prefill, worker: worker.clone(), reason, said, phase: "handoff", is_timeout: false, blame }
     }
 
-    /// Nobody has seen the leg's request.
-    pub fn is_unreached(&self) -> bool {
-        matches!(&self.blame, Blame::Transport(error) if error.is_unreached())
+    /// What went wrong between us and the worker, if it was that.
+    pub fn transport(&self) -> Option<&UpstreamError> {
+        match &self.blame {
+            Blame::Transport(error) => Some(error),
+            Blame::Answer(_) => None,
+        }
     }
 
     pub fn into_error(self) -> ApiError {

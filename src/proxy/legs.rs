@@ -12,6 +12,7 @@ use std::time::Instant;
 use infera_shards::{Responder, UpstreamError, UpstreamResponse, boxed};
 use tracing::{debug, warn};
 
+use super::budget::Failures;
 use super::cleanup::{self, LegCall, PairGuard};
 use super::dialect::Dialect;
 use super::held::{Held, PrefillLeg};
@@ -47,7 +48,7 @@ pub(super) enum Ending {
     /// Nothing reached the client and no other pair is to be tried.
     Failed(ApiError),
     /// Nothing reached the client; another pair may serve.
-    Retry { role: Role, worker: Name, held: Option<Held> },
+    Retry { role: Role, worker: Name, is_refused: bool, held: Option<Held> },
 }
 
 /// Everything of one attempt but the client.
@@ -55,8 +56,8 @@ pub(super) struct Attempt<'a> {
     pub service: &'a RouterService,
     pub pair: PickedPair,
     pub ids: AttemptIds,
-    /// Attempts of the request that failed before this one.
-    pub failed_before: usize,
+    /// What failed before this one.
+    pub failures: Failures,
     pub dialect: &'a Dialect,
     pub watched: &'a Watched<'a>,
 }
@@ -129,11 +130,13 @@ impl Attempt<'_> {
     }
 
     /// Whether another pair is to be tried. Takes the retry out of the budget, except where the leg's worker could not be
-    /// reached, as for a request that one worker serves. Asked once per failure.
-    fn takes_retry(&self, failed: Role, is_unreached: bool) -> bool {
+    /// reached, as for a request that one worker serves. Asked once per failure; `transport` is absent where an answer was one.
+    fn takes_retry(&self, failed: Role, transport: Option<&UpstreamError>) -> bool {
         self.pair.has_another(failed)
-            && (self.failed_before as u32) < self.service.live().retries_max
-            && (is_unreached || self.service.may_spend_a_retry())
+            && self
+                .failures
+                .allow_another(transport.is_some_and(UpstreamError::is_refused), self.service.live().retries_max)
+            && (transport.is_some_and(UpstreamError::is_unreached) || self.service.may_spend_a_retry())
     }
 
     /// A leg has failed: its worker alone is to blame.
@@ -165,7 +168,8 @@ impl Attempt<'_> {
             "retrying on another pair"
         );
         self.service.shared.retried(failure.phase);
-        Ending::Retry { role: failure.role, worker: failure.worker, held }
+        let is_refused = failure.transport().is_some_and(UpstreamError::is_refused);
+        Ending::Retry { role: failure.role, worker: failure.worker, is_refused, held }
     }
 
     fn answering<'b>(&'b self, received: Instant, is_complete: &'b Cell<bool>) -> Answering<'b> {
@@ -312,7 +316,7 @@ async fn prefill_failed(
             answered_badly(attempt, Role::Prefill, answer, None, responder).await
         }
         PrefillEnd::Failed(failure) => {
-            let is_retried = attempt.takes_retry(Role::Prefill, failure.is_unreached());
+            let is_retried = attempt.takes_retry(Role::Prefill, failure.transport());
             attempt.failed(failure, None, is_retried)
         }
         PrefillEnd::Done(_) => Ending::Failed(ApiError::Internal),
@@ -341,7 +345,7 @@ async fn decode_failed(
         // An engine that had the request frees its KV when the connection breaks.
         Err(error) => (LegFailure::of(Role::Decode, worker, error), held.filter(|_| !is_with_decode)),
     };
-    let is_retried = attempt.takes_retry(Role::Decode, failure.is_unreached());
+    let is_retried = attempt.takes_retry(Role::Decode, failure.transport());
     if is_retried {
         return attempt.failed(failure, held, true);
     }
@@ -363,11 +367,11 @@ async fn answered_badly(
     let live = attempt.service.live();
     let (picked, standing) = (attempt.picked(role), Standing::of(&answer, &live.outbound));
     picked.answered(&attempt.service.shared, standing);
-    if standing.is_worth_a_retry() && attempt.takes_retry(role, false) {
+    if standing.is_worth_a_retry() && attempt.takes_retry(role, None) {
         let (leg, worker) = (role.as_str(), &picked.worker.id);
         debug!(leg, worker = &**worker, status = answer.status.as_u16(), "retrying on another pair");
         attempt.service.shared.retried("status");
-        return Ending::Retry { role, worker: worker.clone(), held };
+        return Ending::Retry { role, worker: worker.clone(), is_refused: false, held };
     }
     let outcome = relay_refusal(answer, attempt.dialect, responder).await;
     // Decode answers, so it may well take the short request that frees the KV.
@@ -400,7 +404,7 @@ async fn serial(attempt: &mut Attempt<'_>, job: &mut Option<Job>, responder: &mu
         Err(error) => {
             prefill.disarm();
             let failure = LegFailure::of_handoff(&attempt.pair.prefill.worker.id, &error);
-            return attempt.failed(failure, None, attempt.takes_retry(Role::Prefill, false));
+            return attempt.failed(failure, None, attempt.takes_retry(Role::Prefill, None));
         }
     };
     let leg = pd::decode_leg(

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::budget::Failures;
 use super::direct::{self, Named};
 use super::pick::{NoPick, Picked, Wish, pick, preview};
 use super::preview::Notes;
@@ -41,15 +42,13 @@ pub(super) struct PairWish<'a> {
 pub(super) struct Tried {
     pub prefill: Vec<Name>,
     pub decode: Vec<Name>,
+    pub failures: Failures,
 }
 
 impl Tried {
-    pub fn attempts(&self) -> usize {
-        self.prefill.len() + self.decode.len()
-    }
-
-    pub fn add(&mut self, role: Role, worker: Name) {
+    pub fn add(&mut self, role: Role, worker: Name, is_refused: bool) {
         self.of_mut(role).push(worker);
+        self.failures.add(is_refused);
     }
 
     fn of_mut(&mut self, role: Role) -> &mut Vec<Name> {
@@ -170,9 +169,9 @@ fn choose_pair<T>(
     let paired: SmallVec<[u32; 16]> =
         prefill.iter().filter(|it| speaks(&decode, it.peer.protocol)).map(|member| member.index).collect();
     if paired.is_empty() {
-        return match wish.tried.attempts() {
-            0 => Err(incompatible(view, wish, (&prefill[..], prefill_faults), (&decode[..], decode_faults))),
-            _ => Ok(None),
+        return match wish.tried.failures.any() {
+            false => Err(incompatible(view, wish, (&prefill[..], prefill_faults), (&decode[..], decode_faults))),
+            true => Ok(None),
         };
     }
     let mut one_of = |role, pool: &[u32]| match choose(role, pool) {

@@ -44,6 +44,8 @@ pub(super) struct Picked {
     pub(super) probe: Cell<Option<Probe>>,
     /// Its worker was not to be asked, but all others neither.
     pub(super) is_in_need: bool,
+    /// It has failed the request, and was judged by that.
+    pub(super) has_failed: Cell<bool>,
     /// As it stood at the pick.
     pub(super) breaker: BreakerSettings,
 }
@@ -264,7 +266,10 @@ fn in_turn<W: Witness>(
     }
     witness.decided(DecidedBy::Turn);
     let index = match W::BOOKS {
-        true => service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes),
+        true => {
+            let is_known = |model: &Name| session.fleet.models.contains_key(model);
+            service.round_robin.borrow_mut().pick(wish.model, wish.role, indexes, is_known)
+        }
         false => service.round_robin.borrow().peek(wish.model, wish.role, indexes),
     }?;
     let claimed = if W::BOOKS { session.claim(index) } else { None };
@@ -450,6 +455,7 @@ impl Chosen {
             session: self.session,
             probe: Cell::new(probe),
             is_in_need: false,
+            has_failed: Cell::new(false),
             breaker,
         })
     }

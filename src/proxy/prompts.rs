@@ -428,7 +428,7 @@ impl Work {
     /// completion has no template to give them to.
     fn rendering(&self, want: &Wanted, prompter: Option<&Prompter>) -> Rendering {
         let fleets = prompter.map_or(0, |prompter| prompter.fleet_variant().id());
-        let variant = want.variant.filter(|_| self.endpoint == prompt::Endpoint::Chat);
+        let variant = want.variant.filter(|_| self.endpoint != prompt::Endpoint::Completions);
         (want.rules, variant.unwrap_or(fleets))
     }
 }
@@ -448,6 +448,25 @@ mod tests {
     use super::*;
     use crate::fleet::fixtures::{fleet, member};
     use crate::worker::Role;
+
+    /// Responses and Messages bodies become chats, which the engines render with their own arguments too.
+    #[test]
+    fn what_has_a_template_is_rendered_once_for_each_workers_arguments() {
+        let variant = |text: &str| Variant::of(&serde_json::from_str(text).unwrap()).unwrap();
+        let variants = vec![variant(r#"{"a":1}"#), variant(r#"{"a":2}"#)];
+        let ids = [Some(variants[0].id()), None, Some(variants[1].id())];
+        let wanted = ids.map(|variant| Wanted { rules: EngineRules::Vllm, variant, block_size: 16 }).to_vec();
+        let families = |endpoint| {
+            let (wanted, variants) = (wanted.clone(), variants.clone());
+            Work { endpoint, wanted, variants, estimates: false }.families(None)
+        };
+        for endpoint in [prompt::Endpoint::Chat, prompt::Endpoint::Responses, prompt::Endpoint::Messages] {
+            let own = families(endpoint).into_iter().map(|it| (it.variant.map(|variant| variant.id()), it.shared_by));
+            assert_eq!(own.collect::<Vec<_>>(), ids.map(|id| (id, vec![id])), "{endpoint:?}");
+        }
+        let shared: Vec<_> = families(prompt::Endpoint::Completions).into_iter().map(|it| it.shared_by).collect();
+        assert_eq!(shared, [ids], "without a template all render alike");
+    }
 
     #[test]
     fn a_worker_that_renders_otherwise_is_counted_by_estimate() {

@@ -161,7 +161,7 @@ impl RouterService {
                 api::json_response(StatusCode::OK, &api::models(&view.fleet, self.shared.started_unix_seconds))
             }
             Endpoint::Model(name) => self.model(&name),
-            Endpoint::Workers => api::json_response(StatusCode::OK, &api::workers(&self.view().fleet)),
+            Endpoint::Workers => self.ask(ControlAsk::Workers).await,
             Endpoint::Health => {
                 let active = self.view().fleet.active_workers();
                 api::json_response(StatusCode::OK, &json!({"status": "ok", "active_workers": active}))

@@ -89,6 +89,8 @@ impl Lifecycle {
 pub enum ControlAsk {
     /// The metrics page.
     Metrics,
+    /// The fleet, record by record.
+    Workers,
     /// Blocks mirrored for a worker, or for one of its ranks.
     CacheView { worker_id: String, rank: Option<u32> },
     /// The settings in force.

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use http::StatusCode;
 use infera_shards::{UpstreamError, UpstreamErrorKind, UpstreamResponse};
+use jiff::Timestamp;
+use jiff::fmt::rfc2822::DateTimeParser;
 use tracing::{info, warn};
 
 use super::cleanup::ShardSide;
@@ -35,7 +37,7 @@ pub(super) enum Standing {
 impl Standing {
     /// A 429 is no fault, nor is a 503 that says when to come back; all other 5xx are.
     pub fn of(response: &UpstreamResponse, outbound: &OutboundHeaders) -> Self {
-        let retry_after = || response.head.get("retry-after").and_then(retry_after);
+        let retry_after = || retry_after(response.head.get("retry-after")?, response.head.get("date"));
         match response.status {
             StatusCode::TOO_MANY_REQUESTS => Standing::Overloaded(retry_after()),
             StatusCode::SERVICE_UNAVAILABLE => match retry_after() {
@@ -43,8 +45,9 @@ impl Standing {
                 None => Standing::Fault,
             },
             StatusCode::UNAUTHORIZED if outbound.has_worker_key() => Standing::KeyRefused,
-            status if status.is_server_error() => Standing::Fault,
             status if status.is_client_error() => Standing::Refused,
+            // Also beyond 599, which stands for nothing else (RFC 9110, section 15).
+            status if status.as_u16() >= 500 => Standing::Fault,
             _ => Standing::Fine,
         }
     }
@@ -55,9 +58,16 @@ impl Standing {
     }
 }
 
-/// `Retry-After` in seconds. A date is not read: it would need the worker's clock to be ours.
-fn retry_after(value: &[u8]) -> Option<Duration> {
-    std::str::from_utf8(value).ok()?.trim().parse().ok().map(Duration::from_secs)
+/// `Retry-After`: seconds, or a date by the clock of the answer's `Date`, else by ours. One that is over asks for nothing.
+fn retry_after(value: &[u8], date: Option<&[u8]>) -> Option<Duration> {
+    let text = std::str::from_utf8(value).ok()?.trim();
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
+    }
+    let read = |text: &[u8]| DateTimeParser::new().parse_timestamp(text).ok();
+    let until = read(text.as_bytes())?;
+    let now = date.and_then(read).unwrap_or_else(Timestamp::now);
+    Some(Duration::try_from(until.duration_since(now)).unwrap_or_default())
 }
 
 impl Picked {
@@ -94,8 +104,12 @@ impl Picked {
         tell(&self.worker, change);
     }
 
-    /// The worker has failed the request: its session is free to go elsewhere.
+    /// The worker has failed the request: its session is free to go elsewhere. It may fail it by its status and by the end
+    /// of its body, which is one fault.
     pub fn failed(&self, shared: &Shared) {
+        if self.has_failed.replace(true) {
+            return;
+        }
         self.free_session();
         let change = self.breaker.faulted(&self.worker.health, self.probe.take(), shared.now_ms());
         tell(&self.worker, change);
@@ -168,10 +182,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_seconds_are_read_as_a_delay() {
-        assert_eq!(retry_after(b" 7 "), Some(Duration::from_secs(7)));
-        for odd in [&b"Wed, 21 Oct 2026 07:28:00 GMT"[..], b"-1", b"1.5", b"", b"\xff", b"99999999999999999999999"] {
-            assert_eq!(retry_after(odd), None);
+    fn a_delay_is_read_as_seconds_or_as_a_date() {
+        let seconds = |value: &[u8], date: Option<&[u8]>| retry_after(value, date).map(|delay| delay.as_secs());
+        assert_eq!(seconds(b" 7 ", None), Some(7));
+        assert_eq!(seconds(b"0", None), Some(0));
+        assert_eq!(seconds(b"99999999999999999999999", None), Some(u64::MAX));
+        let date: &[u8] = b"Wed, 21 Oct 2026 07:28:00 GMT";
+        assert_eq!(seconds(date, Some(b"Wed, 21 Oct 2026 07:27:18 GMT")), Some(42));
+        assert_eq!(seconds(date, Some(b"Wed, 21 Oct 2026 07:28:01 GMT")), Some(0));
+        // Without the worker's clock ours counts.
+        assert_eq!(seconds(b"Sat, 01 Jan 2000 00:00:00 GMT", None), Some(0));
+        assert!(seconds(b"Fri, 01 Jan 2100 00:00:00 GMT", Some(b"now")) > Some(1_000_000));
+        for odd in [&b"-1"[..], b"+1", b"1.5", b"1, 2", b"", b"\xff", b"tomorrow"] {
+            assert_eq!(seconds(odd, None), None);
         }
     }
 

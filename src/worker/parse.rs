@@ -64,7 +64,7 @@ impl WorkerRecord {
                 *target = text;
             }
         }
-        record.further_model_names = further_model_names(members, &mut notes);
+        record.further_model_names = further_model_names(members, &record.model_name, &mut notes);
         if let Some(role) = text(members, "disagg_mode")? {
             record.disagg_mode = role.parse().map_err(|()| {
                 RecordError::Value("disagg_mode", format!("`{role}` is not one of mixed, prefill, decode"))
@@ -164,7 +164,7 @@ fn events_endpoint(
 }
 
 /// Names that cannot be used cost only themselves.
-fn further_model_names(members: &mut Map<String, Value>, notes: &mut Vec<String>) -> Vec<String> {
+fn further_model_names(members: &mut Map<String, Value>, first: &str, notes: &mut Vec<String>) -> Vec<String> {
     const NAME: &str = "further_model_names";
     let names = match members.shift_remove(NAME) {
         None | Some(Value::Null) => return Vec::new(),
@@ -174,8 +174,14 @@ fn further_model_names(members: &mut Map<String, Value>, notes: &mut Vec<String>
             return Vec::new();
         }
     };
-    let usable = |name: &Value| name.as_str().filter(|name| !name.is_empty()).map(str::to_owned);
-    let kept: Vec<String> = names.iter().filter_map(usable).take(limits::FURTHER_MODEL_NAMES_MAX).collect();
+    let mut kept: Vec<String> = Vec::new();
+    for name in names.iter().filter_map(Value::as_str) {
+        // A name twice would put the worker into that model's pool twice.
+        let is_new = !name.is_empty() && name != first && kept.iter().all(|known| known != name);
+        if is_new && kept.len() < limits::FURTHER_MODEL_NAMES_MAX {
+            kept.push(name.to_owned());
+        }
+    }
     if kept.len() < names.len() {
         notes.push(format!("`{NAME}`: {} of {} names ignored", names.len() - kept.len(), names.len()));
     }

@@ -30,6 +30,16 @@ fn full_record_of_the_registry() {
     assert_eq!(serde_json::from_value::<WorkerRecord>(written).unwrap(), record);
 }
 
+/// A worker stands in the pool of each of its names once.
+#[test]
+fn a_further_name_counts_once() {
+    let parsed = parse(json!({"worker_id":"w","url":"http://h:1","model_name":"m",
+        "further_model_names":["n","m","n","",7,"o"]}))
+    .expect("names that cannot be used cost only themselves");
+    assert_eq!(parsed.record.model_names().collect::<Vec<_>>(), ["m", "n", "o"]);
+    assert_eq!(parsed.notes, ["`further_model_names`: 4 of 6 names ignored"]);
+}
+
 #[test]
 fn defaults_of_absent_members() {
     let record = parse(json!({"worker_id":"w","url":"http://h:1"})).unwrap().record;

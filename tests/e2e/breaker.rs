@@ -1,5 +1,6 @@
 //! The circuit breaker, the retry budget and the caps, as clients and workers meet them.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
@@ -53,6 +54,8 @@ fn b47_client_mistakes_do_not_open_the_breaker_and_faults_in_a_row_do() {
     // The only worker is asked all the same, and its own answer is the client's.
     block(503, 3, 1.0);
     block(200, 1, 1.0);
+    // A status that HTTP does not know is the worker's fault too.
+    block(777, 5, 2.0);
 }
 
 #[test]
@@ -105,6 +108,23 @@ fn a_worker_that_fails_is_asked_three_times_and_then_left_alone() {
     assert_eq!((cut, cutting.requests(), good.requests()), (3, 3, 7));
 }
 
+/// A status of 500 is a fault, and so is a cut body: together they are still one failed request.
+#[test]
+fn an_answer_that_fails_by_its_status_and_is_cut_is_one_fault() {
+    let worker = worker(|_, conversation| {
+        conversation.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100\r\n\r\n{\"half\":");
+        Then::Close
+    });
+    let arguments = ["--breaker-failure-threshold", "2", "--request-max-retries", "0"];
+    let router = router().round_robin().worker(worker.address).args(&arguments).ready();
+    for expected_trips in [0.0, 1.0] {
+        let answer = router.post("/v1/completions", BODY);
+        assert_eq!((answer.status, answer.complete), (500, false));
+        router.wait_for_rest();
+        assert_eq!(trips(&router), expected_trips);
+    }
+}
+
 /// A worker that fails at once is never busy: where all are open it must not get all requests while another one serves.
 #[test]
 fn b50_where_all_are_open_the_one_that_serves_is_found_and_kept() {
@@ -133,6 +153,24 @@ fn b50_where_all_are_open_the_one_that_serves_is_found_and_kept() {
 }
 
 /// A request that nobody has read is no second one: its way to another worker costs the fleet nothing.
+/// As many as are dead, though one retry is allowed: nothing but a living worker ends the search.
+#[test]
+fn b50_dead_workers_cost_no_retries() {
+    let good = json_worker("good");
+    let ask = |retries_max: &str| {
+        let arguments = ["--breaker-failure-threshold", "0", "--request-max-retries", retries_max];
+        let dead: Vec<SocketAddr> = (0..5).map(|_| dead_address()).collect();
+        let start = dead.iter().fold(router().round_robin(), |start, dead| start.worker(*dead));
+        let router = start.worker(good.address).args(&arguments).ready();
+        let statuses: Vec<u16> = (0..12).map(|_| router.post("/v1/completions", BODY).status).collect();
+        (statuses.iter().filter(|status| **status == 200).count(), router.metric_sum("infera_router_retries_total"))
+    };
+    let (served, retries) = ask("1");
+    assert_eq!(served, 12);
+    assert!(retries >= 12.0, "{retries}");
+    assert_eq!(ask("0"), (2, 0.0), "none are none");
+}
+
 #[test]
 fn b50_a_worker_that_cannot_be_reached_is_replaced_without_a_budget() {
     let good = json_worker("{}");
@@ -197,9 +235,10 @@ fn one_request_at_a_time_tries_a_worker_that_has_failed() {
 
 #[test]
 fn a_worker_that_asks_for_time_gets_it() {
-    for status in [503, 429] {
+    let date = "Fri, 01 Jan 2100 00:00:30 GMT\r\nDate: Fri, 01 Jan 2100 00:00:00 GMT";
+    for (status, delay) in [(503, "30"), (429, "30"), (503, date), (429, date)] {
         let busy = worker(move |_, conversation| {
-            let head = format!("HTTP/1.1 {status} Busy\r\nRetry-After: 30\r\nContent-Length: 2\r\n\r\n{{}}");
+            let head = format!("HTTP/1.1 {status} Busy\r\nRetry-After: {delay}\r\nContent-Length: 2\r\n\r\n{{}}");
             conversation.write(head.as_bytes());
             Then::KeepAlive
         });

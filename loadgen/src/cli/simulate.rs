@@ -18,7 +18,7 @@ pub struct SimulateArguments {
 
 /// Comes back only where there is nothing to hand over to.
 pub fn run(arguments: SimulateArguments) -> Result<ExitCode> {
-    let program = sibling::find_or_build("bench", "simulate", &mut |line| eprintln!("{line}"))?;
+    let program = sibling::find_or_build(&[], "bench", "simulate", &mut |line| eprintln!("{line}"))?;
     let error = Command::new(&program).args(arguments.arguments).exec();
     Err(error).with_context(|| format!("starting {}", program.display()))
 }

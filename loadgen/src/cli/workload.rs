@@ -3,8 +3,10 @@
 use std::fs::File;
 use std::io::BufReader;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use anyhow::{Context, Result, ensure};
+use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use loadgen::plan::trace::read_trace;
 use loadgen::plan::{Documents, Images, Recipe, Shape, Shared};
@@ -15,28 +17,39 @@ use loadgen::run::workload::{Source, Workload};
 /// Requests of a generated workload unless told otherwise.
 const REQUESTS: usize = 200;
 
+/// Workloads whose lengths are all as told.
 #[derive(Clone, Copy, ValueEnum)]
-enum Kind {
+enum Exact {
     /// One of 16 system prompts of 2,000 tokens (Zipf 1.0) and a unique question of 100; every length as told.
     SharedPrefix,
     /// Conversations of 6 turns without pauses: one of 16 system prompts, messages of 100 tokens; every length as told.
     MultiTurn,
     /// Rounds over 12 pictures, each in an order of its own, and a question of 24 tokens.
     Images,
-    /// One of 32 system prompts of 2,000 tokens (Zipf 1.0), a question of about 200, an answer of about 150.
-    SharedPrompts,
-    /// A system prompt of 500 tokens, three of 400 documents of 1,500 (Zipf 0.9), a question of about 60, an answer of 250.
-    Rag,
-    /// Conversations of about 6 turns: one of 32 system prompts of 1,000 tokens, messages of 150, answers of 300, 20 s to
-    /// read and think.
-    Chat,
-    /// Agents of about 24 calls: one of 8 prompts with tools of 10,000 tokens (Zipf 0.8), a task of 1,500, answers of 150,
-    /// then a tool that takes 3 s and gives 1,200 tokens.
-    Agents,
-    /// One system prompt of 500 tokens for all, a question of about 60, an answer of 300.
-    OnePrompt,
-    /// Prompts of about 3,000 tokens that nobody shares, answers of 200.
-    Unique,
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Exact(Exact),
+    /// Those of the plan, whose lengths vary.
+    Drawn(Shape),
+}
+
+impl ValueEnum for Kind {
+    fn value_variants<'a>() -> &'a [Kind] {
+        static ALL: LazyLock<Vec<Kind>> = LazyLock::new(|| {
+            let exact = Exact::value_variants().iter().map(|exact| Kind::Exact(*exact));
+            exact.chain(Shape::value_variants().iter().map(|shape| Kind::Drawn(*shape))).collect()
+        });
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            Kind::Exact(exact) => exact.to_possible_value(),
+            Kind::Drawn(shape) => shape.to_possible_value(),
+        }
+    }
 }
 
 /// What is asked.
@@ -204,23 +217,13 @@ fn check(recipe: &Recipe) -> Result<()> {
 
 impl Kind {
     fn recipe(self) -> Recipe {
-        let shape = match self {
-            Kind::SharedPrefix => return Recipe::shared_prefix(16, 1.0, 2000, 100, 32),
-            Kind::MultiTurn => {
-                return Recipe {
-                    name: "multi-turn".into(),
-                    turns: 6.0,
-                    ..Recipe::shared_prefix(16, 0.0, 2000, 100, 32)
-                };
+        match self {
+            Kind::Exact(Exact::SharedPrefix) => Recipe::shared_prefix(16, 1.0, 2000, 100, 32),
+            Kind::Exact(Exact::MultiTurn) => {
+                Recipe { name: "multi-turn".into(), turns: 6.0, ..Recipe::shared_prefix(16, 0.0, 2000, 100, 32) }
             }
-            Kind::Images => return Recipe { images: Some(IMAGES), ..Recipe::plain("images", 24.0, 32.0) },
-            Kind::SharedPrompts => Shape::SharedPrompts,
-            Kind::Rag => Shape::Rag,
-            Kind::Chat => Shape::Chat,
-            Kind::Agents => Shape::Agents,
-            Kind::OnePrompt => Shape::OnePrompt,
-            Kind::Unique => Shape::Unique,
-        };
-        shape.recipe()
+            Kind::Exact(Exact::Images) => Recipe { images: Some(IMAGES), ..Recipe::plain("images", 24.0, 32.0) },
+            Kind::Drawn(shape) => shape.recipe(),
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! Owns the questions put to a router: is it ready, does its view of each cache equal the engine's, is its load zero
 //! at rest, does a repeated prefix get faster without adding blocks. Never prints.
 
-use std::ops::ControlFlow;
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -10,11 +11,11 @@ use serde_json::{Value, json};
 use super::DemoConfig;
 use super::router::RouterProcess;
 use crate::engine::{EngineHandle, EngineState};
-use crate::net::client::{Client, Target};
+use crate::net::client::{Client, Outgoing, Target};
 use crate::net::exposition::samples;
 use crate::prompt::TextModel;
-use crate::run::answer::Answer;
 use crate::run::driver::fetch;
+use crate::run::reading::Reading;
 use crate::seed;
 
 const POLL_EVERY: Duration = Duration::from_millis(20);
@@ -23,7 +24,7 @@ const SEED_CHECK_TOKENS: usize = 4000;
 
 /// A router's HTTP side.
 pub struct Router {
-    client: Client,
+    target: Target,
 }
 
 /// Two requests with one long prefix, the second after the first.
@@ -54,7 +55,7 @@ impl SeedCheck {
 
 impl Router {
     pub fn new(url: &str) -> Result<Router> {
-        Ok(Router { client: Client::new(Target::parse(url)?) })
+        Ok(Router { target: Target::parse(url)? })
     }
 
     /// Waits for `/ready` and for every worker to be listed.
@@ -62,7 +63,7 @@ impl Router {
         let deadline = Instant::now() + timeout;
         loop {
             process.check_alive()?;
-            if let Ok((200, _)) = fetch(&self.client, "/ready").await
+            if let Ok((200, _)) = fetch(self.target.clone(), "/ready").await
                 && let Ok(listed) = self.json("/v1/workers").await
                 && listed["workers"].as_array().is_some_and(|list| list.len() == workers)
             {
@@ -76,7 +77,7 @@ impl Router {
     }
 
     async fn json(&self, path: &str) -> Result<Value> {
-        let (status, body) = fetch(&self.client, path).await?;
+        let (status, body) = fetch(self.target.clone(), path).await?;
         if status != 200 {
             bail!("GET {path} answered {status}");
         }
@@ -114,7 +115,7 @@ impl Router {
                 }
             }
         }
-        let (status, metrics) = fetch(&self.client, "/metrics").await?;
+        let (status, metrics) = fetch(self.target.clone(), "/metrics").await?;
         let metrics = String::from_utf8_lossy(&metrics);
         if status != 200 {
             problems.push(format!("GET /metrics answered {status}"));
@@ -158,20 +159,17 @@ impl Router {
     }
 
     async fn ttft_ms(&self, body: &Value) -> Result<f64> {
-        let (mut answer, mut first) = (Answer::default(), None);
+        let (headers, payload) = ("content-type: application/json\r\n", body.to_string());
+        let outgoing = Outgoing { method: "POST", path: "/v1/chat/completions", headers, payload: payload.as_bytes() };
+        let reading = Rc::new(RefCell::new(Reading::new(true, None)));
+        let client = Client::new(self.target.clone())?;
         let start = Instant::now();
-        let headers = "content-type: application/json\r\n";
-        let payload = body.to_string();
-        let take = |_: &_, bytes: &[u8]| {
-            if answer.push_events(bytes) > 0 {
-                first.get_or_insert_with(|| start.elapsed());
-            }
-            ControlFlow::Continue(())
-        };
-        let request = self.client.request("POST", "/v1/chat/completions", headers, payload.as_bytes(), take);
-        let head = request.await.map_err(|error| anyhow::anyhow!("seed check: {error:?}"))?;
-        match first {
-            Some(first) if answer.complete => Ok(first.as_secs_f64() * 1000.0),
+        let outcome = client.request(outgoing, reading.clone()).await;
+        client.close().await;
+        let head = outcome.map_err(|error| anyhow::anyhow!("seed check: {error:?}"))?;
+        let reading = reading.take();
+        match reading.first {
+            Some(first) if reading.answer.complete => Ok((first - start).as_secs_f64() * 1000.0),
             _ => bail!("seed check: status {}, no complete stream", head.status),
         }
     }

@@ -17,7 +17,8 @@ const LOG_LINES_SHOWN: usize = 15;
 
 /// The router binary beside this program; see [`sibling::find_or_build`].
 pub fn find_or_build(say: &mut dyn FnMut(&str)) -> Result<PathBuf> {
-    sibling::find_or_build(BINARY, BINARY, say).context("another router can be named with --router")
+    // By its own package alone: most who come here have built it so before.
+    sibling::find_or_build(&[], BINARY, BINARY, say).context("another router can be named with --router")
 }
 
 /// A running router; killed when dropped.

@@ -22,14 +22,9 @@ pub struct Reader {
 
 /// Splits a connection; small writes are sent at once.
 pub fn split(stream: TcpStream) -> io::Result<(Reader, Writer)> {
-    split_reading(stream, READ_BYTES)
-}
-
-/// The same with reads of at most so many bytes.
-pub fn split_reading(stream: TcpStream, read_bytes: usize) -> io::Result<(Reader, Writer)> {
     stream.set_nodelay(true)?;
     let (read, write) = stream.into_split();
-    Ok((Reader { pending: None, idle: Some((Vec::with_capacity(read_bytes), read)) }, Writer(write)))
+    Ok((Reader { pending: None, idle: Some((Vec::with_capacity(READ_BYTES), read)) }, Writer(write)))
 }
 
 impl Reader {
@@ -58,15 +53,9 @@ pub struct Writer(OwnedWriteHalf<TcpStream>);
 impl Writer {
     /// Writes all bytes and gives the buffer back, emptied.
     pub async fn write_all(&mut self, bytes: Vec<u8>) -> io::Result<Vec<u8>> {
-        let (result, mut bytes) = self.write_kept(bytes).await;
+        let (result, mut bytes) = self.0.write_all(bytes).await;
         result?;
         bytes.clear();
         Ok(bytes)
-    }
-
-    /// Writes all bytes and gives them back, whatever became of them.
-    pub async fn write_kept(&mut self, bytes: Vec<u8>) -> (io::Result<()>, Vec<u8>) {
-        let (result, bytes) = self.0.write_all(bytes).await;
-        (result.map(drop), bytes)
     }
 }

@@ -105,11 +105,28 @@ pub struct RunResult {
     pub cpu_share: f64,
     /// CPU time of the generator's thread since then.
     pub cpu: Duration,
-    /// Requests that met the limits, per second; absent without limits.
-    pub goodput_rps: Option<f64>,
+    /// Whether there were limits to meet.
+    pub has_limits: bool,
     pub interrupted: bool,
     /// The first error's body, cut.
     pub first_error: Option<String>,
+}
+
+impl RunResult {
+    /// So many of something over the run's duration.
+    pub fn per_second(&self, count: u64) -> f64 {
+        count as f64 / self.duration.as_secs_f64().max(1e-9)
+    }
+
+    /// Requests that got a whole answer, per second.
+    pub fn throughput_rps(&self) -> f64 {
+        self.per_second(self.record.answered())
+    }
+
+    /// Requests that met the limits, per second; absent without limits.
+    pub fn goodput_rps(&self) -> Option<f64> {
+        self.has_limits.then(|| self.per_second(self.record.slo_met))
+    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 //! never decides what is asked.
 
 use std::cell::{Cell, RefCell};
-use std::ops::ControlFlow;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
@@ -17,13 +16,14 @@ use super::pace::{self, Pace, Sessions};
 use super::reading::Reading;
 use super::record::{Exchange, Failure, Phase, Record};
 use super::workload::{Plan, Prepared, Script};
-use crate::net::client::{AnswerHead, Client, ClientError, Target};
+use crate::net::client::{AnswerHead, Client, ClientError, Outgoing, Target};
 use crate::net::runtime::{block_on, contain_panic};
 use crate::net::signal::{Latch, Permits, Queue};
 use crate::net::watch::{End, Watch};
 
 /// How often interrupts and deadlines are looked for.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most of an error's body that is kept.
 const ERROR_BYTES_MAX: usize = 300;
 
@@ -53,11 +53,9 @@ pub fn execute(config: RunConfig) -> Result<RunResult> {
     let (began, cpu_before) = run.began.get().unwrap_or_else(|| (Instant::now(), thread_cpu()));
     let (wall, cpu) = (began.elapsed(), thread_cpu().saturating_sub(cpu_before));
     let duration = run.measured.get().map_or(Duration::ZERO, |(first, last)| last.saturating_duration_since(first));
-    let record = run.record.take();
-    let per_second = |count: u64| count as f64 / duration.as_secs_f64().max(1e-9);
     Ok(RunResult {
-        goodput_rps: run.config.slo.map(|_| per_second(record.slo_met)),
-        record,
+        has_limits: run.config.slo.is_some(),
+        record: run.record.take(),
         duration,
         cpu_share: cpu.as_secs_f64() / wall.as_secs_f64().max(1e-9),
         cpu,
@@ -90,8 +88,7 @@ fn thread_cpu() -> Duration {
 pub fn probe(target: &str) -> Result<Option<String>> {
     let target = Target::parse(target)?;
     block_on(async move {
-        let client = Client::new(target);
-        let (status, body) = fetch(&client, "/v1/models").await?;
+        let (status, body) = fetch(target, "/v1/models").await?;
         if status != 200 {
             return Ok(None);
         }
@@ -100,27 +97,26 @@ pub fn probe(target: &str) -> Result<Option<String>> {
     })?
 }
 
-/// One GET with a clear error for a target that is not there.
-pub async fn fetch(client: &Client, path: &str) -> Result<(u16, Vec<u8>)> {
-    let mut body = Vec::new();
-    let authority = client.target().authority.clone();
-    let request = client.request("GET", path, "", b"", |_, bytes| {
-        body.extend_from_slice(bytes);
-        ControlFlow::Continue(())
-    });
-    match monoio::time::timeout(Duration::from_secs(10), request).await {
-        Ok(Ok(head)) => Ok((head.status, body)),
+/// One GET on a connection of its own, with a clear error for a target that is not there.
+pub async fn fetch(target: Target, path: &str) -> Result<(u16, Vec<u8>)> {
+    let (body, authority) = (Rc::new(RefCell::new(Vec::new())), target.authority.clone());
+    let client = Client::new(target)?;
+    let request = client.request(Outgoing { method: "GET", path, headers: "", payload: b"" }, body.clone());
+    let outcome = monoio::time::timeout(FETCH_TIMEOUT, request).await;
+    client.close().await;
+    match outcome {
+        Ok(Ok(head)) => Ok((head.status, body.take())),
         Ok(Err(ClientError::Connect(kind))) => {
             bail!("cannot connect to {authority} ({kind}); is the server running?")
         }
         Ok(Err(ClientError::Malformed)) => bail!("{authority} does not speak HTTP/1.1"),
         Ok(Err(error)) => bail!("{authority} did not answer GET {path}: {error:?}"),
-        Err(_) => bail!("{authority} did not answer GET {path} within 10 s"),
+        Err(_) => bail!("{authority} did not answer GET {path} within {FETCH_TIMEOUT:?}"),
     }
 }
 
 async fn drive(config: RunConfig) -> Result<Rc<Run>> {
-    let client = Client::new(Target::parse(&config.target).context("--target")?);
+    let client = Client::new(Target::parse(&config.target).context("--target")?)?;
     let authorization = config.api_key.as_ref().map_or(String::new(), |key| format!("authorization: Bearer {key}\r\n"));
     let in_flight_max = match config.pace {
         Pace::Closed { concurrency } => concurrency,
@@ -164,6 +160,7 @@ async fn drive(config: RunConfig) -> Result<Rc<Run>> {
     }
     finished.open();
     look.await;
+    run.client.close().await;
     run.bar.finish_and_clear();
     Ok(run)
 }
@@ -369,17 +366,18 @@ impl Run {
         };
         let leaves_at = conduct.leaving.and_then(|leaving| leaving.by(self.config.workload.stream));
         let deadline = sent + leaves_at.map_or(self.config.timeout, |after| after.min(self.config.timeout));
-        let mut reading = Reading::new(wants_text || request.wants_text, leave_after_events);
+        let reading = Reading::new(wants_text || request.wants_text, leave_after_events);
+        let reading = Rc::new(RefCell::new(reading));
         let headers = format!("{}{}\r\n", self.headers, request.index);
-        let take = |head: &_, bytes: &[u8]| reading.take(head, bytes);
         let (path, payload) = (&*request.path, request.body.as_bytes());
+        let outgoing = Outgoing { method: "POST", path, headers: &headers, payload };
         let outcome = if conduct.is_slow {
             // Few are: their future is not to make everybody's larger.
             let trickle = self.config.manners.trickle;
-            let mut slow = Box::pin(self.client.request_slowly(path, &headers, payload, trickle, take));
+            let mut slow = Box::pin(self.client.request_slowly(outgoing, trickle, reading.clone()));
             self.watch.run(deadline, slow.as_mut()).await
         } else {
-            let request = pin!(self.client.request("POST", path, &headers, payload, take));
+            let request = pin!(self.client.request(outgoing, reading.clone()));
             self.watch.run(deadline, request).await
         };
         let outcome = match outcome {
@@ -390,7 +388,7 @@ impl Run {
             Err(End::Deadline) => Err(Some(Failure::Timeout)),
             Err(End::Stop) => Err(Some(Failure::Interrupted)),
         };
-        (reading, outcome)
+        (reading.take(), outcome)
     }
 }
 

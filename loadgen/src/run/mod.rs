@@ -7,7 +7,7 @@ pub mod driver;
 pub mod endpoint;
 pub mod manners;
 pub mod pace;
-mod reading;
+pub mod reading;
 pub mod record;
 pub mod recording;
 mod render;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::answer::Answer;
 use super::record::Failure;
-use crate::net::client::AnswerHead;
+use crate::net::client::{AnswerHead, Sink};
 
 /// An answer under way.
 #[derive(Default)]
@@ -25,25 +25,6 @@ impl Reading {
     pub fn new(wants_text: bool, leave_after_events: Option<u64>) -> Reading {
         let answer = if wants_text { Answer::default() } else { Answer::counting() };
         Reading { answer, leave_after_events, ..Reading::default() }
-    }
-
-    /// Takes the next piece; breaks when the client leaves.
-    pub fn take(&mut self, head: &AnswerHead, bytes: &[u8]) -> ControlFlow<()> {
-        if !head.event_stream || head.status != 200 {
-            self.plain.extend_from_slice(bytes);
-            return ControlFlow::Continue(());
-        }
-        if self.answer.push_events(bytes) > 0 {
-            let now = Instant::now();
-            self.first.get_or_insert(now);
-            if let Some(last) = self.last.replace(now) {
-                self.gaps.push(now - last);
-            }
-        }
-        match self.leave_after_events {
-            Some(events) if self.answer.content_events >= events => ControlFlow::Break(()),
-            _ => ControlFlow::Continue(()),
-        }
     }
 
     /// What the whole answer is worth. `expected`: its exact text, if known.
@@ -68,5 +49,24 @@ impl Reading {
             return Err(Failure::WrongContent);
         }
         Ok(())
+    }
+}
+
+impl Sink for Reading {
+    fn take(&mut self, head: &AnswerHead, bytes: &[u8], at: Instant) -> ControlFlow<()> {
+        if !head.event_stream || head.status != 200 {
+            self.plain.extend_from_slice(bytes);
+            return ControlFlow::Continue(());
+        }
+        if self.answer.push_events(bytes) > 0 {
+            self.first.get_or_insert(at);
+            if let Some(last) = self.last.replace(at) {
+                self.gaps.push(at - last);
+            }
+        }
+        match self.leave_after_events {
+            Some(events) if self.answer.content_events >= events => ControlFlow::Break(()),
+            _ => ControlFlow::Continue(()),
+        }
     }
 }

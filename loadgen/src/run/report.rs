@@ -37,11 +37,6 @@ pub fn distribution(values: &Latencies) -> Distribution {
     }
 }
 
-/// Completed requests per second.
-pub fn throughput_rps(result: &RunResult) -> f64 {
-    result.record.answered() as f64 / result.duration.as_secs_f64().max(1e-9)
-}
-
 /// What every kind of report says of a run.
 pub fn figures(result: &RunResult) -> Figures {
     let record = &result.record;
@@ -58,9 +53,9 @@ pub fn figures(result: &RunResult) -> Figures {
         ttft_from_send_ms: distribution(&record.ttft_from_send),
         inter_token_ms: distribution(&record.inter_token),
         end_to_end_ms: distribution(&record.end_to_end),
-        throughput_rps: throughput_rps(result),
-        goodput_rps: result.goodput_rps,
-        output_tokens_per_second: record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
+        throughput_rps: result.throughput_rps(),
+        goodput_rps: result.goodput_rps(),
+        output_tokens_per_second: result.per_second(record.output_tokens),
         prompt_tokens: record.prompt_tokens,
         cached_tokens: record.cached_tokens,
         output_tokens: record.output_tokens,
@@ -104,8 +99,8 @@ pub fn table(result: &RunResult) -> String {
         "requests {}   errors {}   hit rate {hit_rate}   {:.2} requests/s   {:.1} tokens/s   {:.1} s\n",
         record.requests,
         record.errors_total(),
-        throughput_rps(result),
-        record.output_tokens as f64 / result.duration.as_secs_f64().max(1e-9),
+        result.throughput_rps(),
+        result.per_second(record.output_tokens),
         result.duration.as_secs_f64(),
     ));
     out.push_str(&format!("{:<22}{:>9}{:>9}{:>9}{:>9}{:>9}\n", "milliseconds", "mean", "p50", "p90", "p99", "max"));
@@ -123,7 +118,7 @@ pub fn table(result: &RunResult) -> String {
     if let Some(text) = result.first_error.as_ref().filter(|text| !text.is_empty()) {
         out.push_str(&format!("first error: {text}\n"));
     }
-    if let Some(goodput) = result.goodput_rps {
+    if let Some(goodput) = result.goodput_rps() {
         out.push_str(&format!("within the limits {:>12}   {goodput:.2} requests/s\n", record.slo_met));
     }
     if record.aborted + record.slow_readers > 0 {

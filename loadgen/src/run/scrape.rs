@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::driver::fetch;
-use crate::net::client::{Client, Target};
+use crate::net::client::Target;
 use crate::net::exposition::samples;
 use crate::net::runtime::block_on;
 use crate::report::model::{Fleet, FleetWorker};
@@ -101,7 +101,7 @@ impl Series {
     fn read(&mut self, target: &Target, path: &str, start: Instant) -> bool {
         let at = start.elapsed().as_secs_f64();
         let client_target = target.clone();
-        let page = block_on(async move { fetch(&Client::new(client_target), path).await }).and_then(|page| page);
+        let page = block_on(async move { fetch(client_target, path).await }).and_then(|page| page);
         match page {
             Ok((200, body)) => match Page::of(&String::from_utf8_lossy(&body)) {
                 Some(page) => self.add(page, at),

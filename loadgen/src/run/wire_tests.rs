@@ -256,11 +256,11 @@ fn goodput_is_what_met_every_limit() {
     };
     let all = run("ttft=10s,itl=10s,e2e=10s");
     assert_eq!(all.record.slo_met, 24);
-    assert!((all.goodput_rps.unwrap() - report::throughput_rps(&all)).abs() < 1e-9);
+    assert!((all.goodput_rps().unwrap() - all.throughput_rps()).abs() < 1e-9);
     // Four steps of 2 ms each.
-    assert_eq!(run("ttft=10s,e2e=5ms").goodput_rps, Some(0.0));
+    assert_eq!(run("ttft=10s,e2e=5ms").goodput_rps(), Some(0.0));
     let none = config(&engine.url(), 4, Pace::Closed { concurrency: 4 });
-    assert_eq!(execute(none).unwrap().goodput_rps, None);
+    assert_eq!(execute(none).unwrap().goodput_rps(), None);
 }
 
 #[test]

@@ -102,13 +102,17 @@ pub(super) async fn run_rewritten(
                 Some(Err(error))
             }
         };
-        push_piece(&mut out, &body, is_chunked);
-        if is_chunked && matches!(end, Some(Ok(()))) {
-            out.extend_from_slice(FINAL);
-        }
         if end.is_some() || !body.is_empty() {
+            if out.is_empty() {
+                out = buffers::take_large();
+            }
+            push_piece(&mut out, &body, is_chunked);
+            if is_chunked && matches!(end, Some(Ok(()))) {
+                out.extend_from_slice(FINAL);
+            }
             responder.begin();
-            if responder.client.write_pooled(std::mem::replace(&mut out, buffers::take_large())).await.is_err() {
+            // No buffer stays behind: the next piece may be long in coming.
+            if responder.client.write_pooled(std::mem::take(&mut out)).await.is_err() {
                 return RelayOutcome::ClientGone;
             }
         }
@@ -223,4 +227,101 @@ async fn cut(
     }
     responder.end_is_told();
     RelayOutcome::UpstreamFailed(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io::{ErrorKind, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::pin::pin;
+    use std::rc::Rc;
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    use http::Method;
+
+    use super::*;
+    use crate::config::{DriverChoice, Limits, UpstreamConfig};
+    use crate::connection::client::Client;
+    use crate::connection::{IgnoreBody, Responder};
+    use crate::net::runtime::ShardRuntime;
+    use crate::net::{self, Stream};
+    use crate::shard::Shard;
+    use crate::stats::ShardCounters;
+    use crate::upstream::{Upstream, UpstreamRequest};
+
+    struct AsItCame;
+
+    impl BodyRewriter for AsItCame {
+        fn rewrite(&mut self, payload: &[u8], out: &mut Vec<u8>) {
+            out.extend_from_slice(payload);
+        }
+
+        fn end(&mut self, _: &mut Vec<u8>) -> bool {
+            true
+        }
+    }
+
+    /// Sends an event and nothing more.
+    fn silent_upstream(listener: &TcpListener) -> TcpStream {
+        let (mut stream, _) = listener.accept().expect("accepts");
+        let mut arrived = Vec::new();
+        while !arrived.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).expect("a request");
+            arrived.extend_from_slice(&byte);
+        }
+        stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nevent\r\n").expect("sends");
+        stream
+    }
+
+    #[test]
+    fn a_rewritten_stream_that_falls_silent_holds_no_large_buffer() {
+        const KEPT: usize = 3;
+        let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
+        let address = listener.local_addr().expect("an address");
+        let (mut runtime, _) = ShardRuntime::build(DriverChoice::Epoll).expect("epoll builds");
+        runtime.block_on(async move {
+            let counters = Arc::new(ShardCounters::default());
+            let (tls, draining) = (None, Cell::new(false));
+            let shard = Rc::new(Shard { limits: Limits::default(), tls, counters: counters.clone(), draining });
+            let stream = Stream::connect(address).await.expect("connects");
+            let (mut reader, _) = listener.accept().expect("accepts");
+            reader.set_nonblocking(true).expect("a socket");
+            let client = Rc::new(Client::new(shard, stream));
+            let mut responder = Responder::new(client, &Method::GET, false, true);
+            let serving = std::thread::spawn(move || silent_upstream(&listener));
+            let request = UpstreamRequest {
+                address,
+                tls: None,
+                authority: "",
+                method: &Method::GET,
+                path_prefix: "",
+                target: "/",
+                headers: None,
+                remove: &[],
+                set: &[],
+                body: &[],
+            };
+            let answer = Upstream::new(UpstreamConfig::default(), counters).send(&request).await.expect("an answer");
+            let _upstream = serving.join().expect("it serves");
+            buffers::clear();
+            (0..KEPT).for_each(|_| buffers::give(Vec::with_capacity(buffers::LARGE_BYTES)));
+
+            let relay = Relay { set: &[], remove: &[], observer: &mut IgnoreBody, cut_notice: None };
+            let mut rewriter = AsItCame;
+            let mut relaying = pin!(run_rewritten(&mut responder, answer, relay, &mut rewriter));
+            let (mut seen, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(20));
+            while !seen.ends_with(b"5\r\nevent\r\n") {
+                assert!(Instant::now() < deadline, "{:?}", String::from_utf8_lossy(&seen));
+                assert!(net::timeout(Duration::from_millis(2), relaying.as_mut()).await.is_none(), "it goes on");
+                let read = reader.read_to_end(&mut seen);
+                assert!(read.is_err_and(|error| error.kind() == ErrorKind::WouldBlock));
+            }
+            // Whatever was written when the client got it has been taken note of.
+            assert!(net::timeout(Duration::from_millis(2), relaying.as_mut()).await.is_none(), "it goes on");
+            assert_eq!(buffers::large_kept(), KEPT);
+        });
+    }
 }

@@ -137,24 +137,28 @@ impl Head {
             return Err(Malformed("both Content-Length and Transfer-Encoding"));
         }
         if named_in_connection {
-            self.mark_named_in_connection();
+            self.mark_named_in_connection()?;
         }
         Ok(facts)
     }
 
     /// Headers that `Connection` names end here. Framing headers keep their role: nobody may talk them away.
     #[cold]
-    fn mark_named_in_connection(&mut self) {
+    fn mark_named_in_connection(&mut self) -> Result<(), Malformed> {
+        let lists = self.lines().filter(|line| line.role == Role::Connection);
+        // Read once and bounded: every name is compared with every line.
+        let names = lists.flat_map(|line| tokens(line.value)).take(HEADERS_CAP + 1);
+        let names: Vec<Vec<u8>> = names.map(<[u8]>::to_vec).collect();
+        if names.len() > HEADERS_CAP {
+            return Err(Malformed("more names in Connection than a head may have lines"));
+        }
         for index in 0..self.spans.len() {
-            if self.spans[index].role != Role::EndToEnd {
-                continue;
-            }
-            let name = self.line(&self.spans[index]).name;
-            let connections = self.lines().filter(|line| line.role == Role::Connection);
-            if connections.flat_map(|line| tokens(line.value)).any(|token| is_alike(token, name)) {
+            let line = self.line(&self.spans[index]);
+            if line.role == Role::EndToEnd && names.iter().any(|named| is_alike(named, line.name)) {
                 self.spans[index].role = Role::HopByHop;
             }
         }
+        Ok(())
     }
 
     fn line(&self, span: &Span) -> Line<'_> {

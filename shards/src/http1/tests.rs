@@ -106,6 +106,16 @@ fn requests_that_are_taken() {
     }
 }
 
+/// Each name is looked for among all lines: a list that fills the head must not cost a line's work for each of its names.
+#[test]
+fn names_without_end_in_connection_are_refused() {
+    let parse = |names: usize| {
+        let (list, lines) = ("x,".repeat(names), "a: b\r\n".repeat(90));
+        parse_request(format!("GET / HTTP/1.1\r\nHost: t\r\nConnection: {list}\r\n{lines}\r\n").as_bytes()).map(|_| ())
+    };
+    assert_eq!([3, 128, 129, 15_000].map(parse), [Ok(()), Ok(()), Err(400), Err(400)]);
+}
+
 #[test]
 fn the_head_ends_at_the_same_byte_at_every_cut() {
     let message = b"POST /v1 HTTP/1.1\r\nHost: t\r\nX-Long: abc\r\nContent-Length: 3\r\n\r\nabc\r\n\r\n";

@@ -69,6 +69,11 @@ impl UpstreamError {
         matches!(self.kind, UpstreamErrorKind::Connect(_) | UpstreamErrorKind::ConnectTimeout)
     }
 
+    /// Nobody listens there, which is known at once.
+    pub fn is_refused(&self) -> bool {
+        matches!(&self.kind, UpstreamErrorKind::Connect(cause) if cause.kind() == io::ErrorKind::ConnectionRefused)
+    }
+
     /// A reused connection that dies before any byte of an answer was most likely closed by the upstream's keep-alive
     /// timer: the request was not processed, and a fresh connection may carry it once more (RFC 9112, section 9.3.1).
     pub(super) fn is_stale_connection(&self) -> bool {

@@ -27,7 +27,7 @@ use crate::buffers::{self, LARGE_BYTES};
 use crate::config::{UpstreamConfig, UpstreamTimeouts};
 use crate::http1::head::Head;
 use crate::http1::{HeadScan, response as codec, write};
-use crate::net::{Stream, WeakStream};
+use crate::net::{Peeked, Stream, WeakStream};
 use crate::stats::ShardCounters;
 use crate::tls::TlsName;
 
@@ -192,10 +192,10 @@ impl Upstream {
         if let (Ok(()), Some(progress)) = (&sent, progress) {
             progress.delivered(&connection.stream);
         }
-        if let Err(Trouble::Timeout) = sent {
+        // An upstream may refuse a request early and read no more of it: its answer says more than a stall or EPIPE.
+        if matches!(sent, Err(Trouble::Timeout)) && connection.stream.look() != Peeked::Bytes {
             return Err(failed(&connection, UpstreamErrorKind::SendStalled));
         }
-        // An upstream may refuse a request early and close without reading it all: its answer says more than EPIPE.
         let to_head_request = *request.method == Method::HEAD;
         match self.read_head(&mut connection, to_head_request).await {
             Ok(parsed) => {

@@ -1,6 +1,7 @@
 //! The way to upstreams: pooling, stale connections and their one replay, broken answers, timeouts.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use crate::harness::{DRIVERS, Served, TestEngine, Upstream, eventually, nowhere};
@@ -297,6 +298,28 @@ fn an_early_refusal_of_a_large_body_is_relayed() {
         let engine = TestEngine::start(driver, upstream.address);
         let answer = engine.connect().post("/p", &vec![b'x'; 4 << 20]);
         assert_eq!((answer.status, answer.text()), (413, "big"));
+    }
+}
+
+/// A server that answers and then neither reads on nor closes: what it said is read once the rest of the request is stuck.
+#[test]
+fn an_early_refusal_by_an_upstream_that_reads_no_more_is_relayed() {
+    for driver in DRIVERS {
+        let is_told = Arc::new(Barrier::new(2));
+        let until_told = is_told.clone();
+        let upstream = Upstream::start(move |mut served| {
+            let mut some = [0_u8; 1000];
+            let _ = std::io::Read::read(&mut served.stream, &mut some);
+            served.send("HTTP/1.1 413 Payload Too Large\r\nContent-Length: 3\r\n\r\nbig");
+            until_told.wait();
+        });
+        let engine = TestEngine::configured(driver, upstream.address, |config| {
+            config.upstream.write_stall_timeout = Duration::from_millis(300);
+        });
+        let answer = engine.connect().post("/p", &vec![b'x'; 16 << 20]);
+        assert_eq!((answer.status, answer.text()), (413, "big"));
+        assert_eq!(engine.stats().upstream_idle, 0, "half a request is on the connection");
+        is_told.wait();
     }
 }
 

@@ -387,7 +387,8 @@ fn write_calls(out: &mut String, calls: &[Tree<'_>]) -> Result<(), NoBlocks> {
         if index > 0 {
             out.push('\n');
         }
-        out.push_str(&format!("<｜DSML｜invoke name=\"{}\">\n", python::str(&name)));
+        let name = python::str(&name).map_err(|error| NoBlocks::TemplateFailed(error.to_string()))?;
+        out.push_str(&format!("<｜DSML｜invoke name=\"{name}\">\n"));
         for (index, (key, value)) in arguments.0.iter().enumerate() {
             if index > 0 {
                 out.push('\n');

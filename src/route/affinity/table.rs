@@ -313,17 +313,17 @@ impl SessionTable {
         let places = (0..WAYS).map(|way| Place { bucket: index, way });
         let idle = places.map(|place| (place, self.binding(place))).filter(|(_, binding)| binding.leases() == 0);
         idle.min_by_key(|(place, binding)| {
-            // As in `is_expired`: another shard may have been here a second later.
-            let idle_s = now_s.saturating_sub(self.buckets[index].used_at[place.way].load(Ordering::Relaxed));
-            (binding.state() != State::Free, u32::MAX - idle_s)
+            (binding.state() != State::Free, u32::MAX - self.idle_s(index, place.way, now_s))
         })
     }
 
     fn is_expired(&self, place: Place, binding: Binding, now_s: u32) -> bool {
-        let used_at = self.buckets[place.bucket].used_at[place.way].load(Ordering::Relaxed);
+        binding.leases() == 0 && self.idle_s(place.bucket, place.way, now_s) >= self.ttl_s
+    }
+
+    fn idle_s(&self, bucket: usize, way: usize, now_s: u32) -> u32 {
         // Another shard's clock reading may be a little ahead of ours.
-        let idle_s = now_s.saturating_sub(used_at);
-        binding.leases() == 0 && idle_s >= self.ttl_s
+        now_s.saturating_sub(self.buckets[bucket].used_at[way].load(Ordering::Relaxed))
     }
 
     fn split(&self, key: SessionKey) -> (usize, u64) {

@@ -163,6 +163,12 @@ fn a_rotated_file_is_let_go_and_hostile_words_stay_in_their_line() {
     let written = all.lines().find(|line| line.contains("/v1/completions")).unwrap();
     assert!(written.contains(r#"model="a\" status=200\nfake line" status=404 ended=refused"#), "{written}");
     assert!(!all.lines().any(|line| line.starts_with("fake")), "{all}");
+    let mut odd = Connection::open(router.address);
+    odd.send(&client::request(&"M".repeat(20_000), "/v1/made-up", "", b""));
+    odd.answer("GET");
+    wait_until("its line is written", || text(&path).contains("/v1/made-up"));
+    let longest = text(&path).lines().map(str::len).max().unwrap();
+    assert!(longest < 1_000, "{longest} bytes in a line");
 
     std::fs::rename(&path, &rotated).unwrap();
     router.signal(rustix::process::Signal::USR1);
