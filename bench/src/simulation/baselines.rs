@@ -38,7 +38,7 @@ impl Router for InTurn {
     fn pick(&mut self, _: u64, _: usize, _: &Request, part: Part, engines: &Engines) -> usize {
         self.candidates.clear();
         self.candidates.extend(engines.of(part).map(|engine| engine as u32));
-        let picked = self.rotation.pick(&self.model, role(part), &self.candidates);
+        let picked = self.rotation.pick(&self.model, role(part), &self.candidates, |_| true);
         picked.expect("a fleet has engines") as usize
     }
 

@@ -75,7 +75,7 @@ fn a_session_used_just_now_is_not_taken_for_the_longest_idle() {
     let fixture = Fixture::new(1);
     fixture.pass(9);
     let older = 100..107;
-    older.clone().for_each(|session| drop(fixture.served(session, 1, &[1])));
+    older.clone().for_each(|session| assert_eq!(fixture.served(session, 1, &[1]), 1));
     fixture.pass(1);
     assert_eq!(fixture.served(200, 1, &[1]), 1);
     fixture.now_s.fetch_sub(1, Ordering::Relaxed);
