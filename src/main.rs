@@ -131,7 +131,9 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     // Set once, here: the page shows the engine from now on.
     let _ = engine_stats.set(Arc::downgrade(&engine));
     supervisor.listening(&engine, config);
-    let end = supervisor.watch(&engine, || (!ingest.is_running()).then_some("ingest"), || reload.run());
+    let watched: Vec<(&str, &Engine)> =
+        std::iter::once(("shard", &*engine)).chain(control.iter().map(|engine| ("control-shard", engine))).collect();
+    let end = supervisor.watch(&watched, || (!ingest.is_running()).then_some("ingest"), || reload.run());
     supervisor.stopping();
     let signal = match end {
         End::Signal(signal) => signal,

@@ -97,9 +97,14 @@ impl Supervisor {
         tell(&[NotifyState::Stopping, NotifyState::Status("draining")]);
     }
 
-    /// Waits for a signal, or for the loss of a shard or of what `others` finds missing. `reload` is called for each SIGHUP;
-    /// several in a moment are one.
-    pub fn watch(&self, engine: &Engine, others: impl Fn() -> Option<&'static str>, mut reload: impl FnMut()) -> End {
+    /// Waits for a signal, or for the loss of a shard of these engines, each with the name of its shards, or of what `others`
+    /// finds missing. `reload` is called for each SIGHUP; several in a moment are one.
+    pub fn watch(
+        &self,
+        engines: &[(&str, &Engine)],
+        others: impl Fn() -> Option<&'static str>,
+        mut reload: impl FnMut(),
+    ) -> End {
         let mut watchdog = self.watchdog.map(|limit| Watchdog::new(limit, Instant::now()));
         loop {
             match self.signals.recv_timeout(LOOK_PERIOD) {
@@ -112,14 +117,16 @@ impl Supervisor {
                 reload();
                 tell(&[NotifyState::Ready]);
             }
-            if let Some(shard) = engine.ended_shard() {
-                return End::Lost(format!("shard-{shard}"));
+            let mut ended = engines.iter().filter_map(|(name, engine)| Some((name, engine.ended_shard()?)));
+            if let Some((name, shard)) = ended.next() {
+                return End::Lost(format!("{name}-{shard}"));
             }
             if let Some(name) = others() {
                 return End::Lost(name.to_owned());
             }
+            let sweeps = || engines.iter().flat_map(|(_, engine)| engine.stats()).map(|shard| shard.sweeps);
             if let Some(watchdog) = &mut watchdog
-                && watchdog.is_due(Instant::now(), engine.stats().into_iter().map(|shard| shard.sweeps))
+                && watchdog.is_due(Instant::now(), sweeps())
             {
                 tell(&[NotifyState::Watchdog]);
             }
@@ -243,13 +250,16 @@ mod tests {
         }
     }
 
-    fn die_of_a_lost_shard() {
+    /// With `is_control` it is the engine beside that of the requests.
+    fn die_of_a_lost_shard(is_control: bool) {
         let log = logging::start(crate::config::LogFormat::Text, "info".parse().unwrap());
         let supervisor = Supervisor::start().unwrap();
-        let engine = Engine::start(EngineConfig::new("127.0.0.1:0".parse().unwrap()), Explosive).unwrap();
-        let mut client = std::net::TcpStream::connect(engine.local_addr()).unwrap();
+        let start = || Engine::start(EngineConfig::new("127.0.0.1:0".parse().unwrap()), Explosive).unwrap();
+        let (engine, control) = (start(), start());
+        let lost = if is_control { &control } else { &engine };
+        let mut client = std::net::TcpStream::connect(lost.local_addr()).unwrap();
         client.write_all(b"GET / HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
-        match supervisor.watch(&engine, || None, || {}) {
+        match supervisor.watch(&[("shard", &engine), ("control-shard", &control)], || None, || {}) {
             End::Lost(thread) => die_without(&thread, log),
             End::Signal(signal) => panic!("signal {signal}"),
         }
@@ -259,14 +269,16 @@ mod tests {
     #[test]
     fn a_shard_that_is_lost_ends_the_process_with_a_message() {
         const CHILD: &str = "INFERA_ROUTER_TEST_CHILD";
-        if std::env::var_os(CHILD).is_some() {
-            return die_of_a_lost_shard();
+        if let Ok(lost) = std::env::var(CHILD) {
+            return die_of_a_lost_shard(lost == "control-shard");
         }
-        let mut process = std::process::Command::new(std::env::current_exe().unwrap());
-        let name = "supervise::tests::a_shard_that_is_lost_ends_the_process_with_a_message";
-        let output = process.args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(EXIT_LOST), "{said}");
-        assert!(said.contains("thread shard-0 has ended by itself; the process ends with it"), "{said}");
+        for lost in ["shard", "control-shard"] {
+            let mut process = std::process::Command::new(std::env::current_exe().unwrap());
+            let name = "supervise::tests::a_shard_that_is_lost_ends_the_process_with_a_message";
+            let output = process.args(["--exact", name, "--nocapture"]).env(CHILD, lost).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(EXIT_LOST), "{said}");
+            assert!(said.contains(&format!("thread {lost}-0 has ended by itself; the process ends with it")), "{said}");
+        }
     }
 }

@@ -154,7 +154,7 @@ impl ApiError {
     fn with_headers(self, mut response: Response) -> Response {
         match self {
             ApiError::NoWorker { .. } | ApiError::Overloaded { .. } => {
-                response.headers.push((header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS)));
+                response.headers.push(retry_after());
             }
             ApiError::WrongKey => {
                 response.headers.push((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
@@ -178,7 +178,15 @@ pub fn from_rejection(rejection: &Rejection) -> Response {
         RejectionKind::TooManyBodies => "too_many_bodies",
         RejectionKind::Internal => "internal_error",
     };
-    error_response(rejection.status, kind, code, rejection.reason)
+    let mut response = error_response(rejection.status, kind, code, rejection.reason);
+    if rejection.status == StatusCode::SERVICE_UNAVAILABLE {
+        response.headers.push(retry_after());
+    }
+    response
+}
+
+fn retry_after() -> (HeaderName, HeaderValue) {
+    (header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS))
 }
 
 /// Payload of the last SSE event of a stream that its worker cut. The same for every worker, so that a stream does not

@@ -64,9 +64,13 @@ pub fn trouble_of(word: HealthWord) -> u32 {
 }
 
 impl BreakerSettings {
-    /// The same for a worker; a rest that is over ends here.
+    /// The same for a worker; a rest that is over ends here, and so does what is left of a breaker that was switched off.
     pub fn admission(&self, health: &WorkerHealth, now_ms: u64) -> Admission {
         let word = health.read();
+        if self.failure_threshold == 0 && is_open(&word) {
+            health.update(|word| is_open(&word).then(HealthWord::default));
+            return Admission::Free;
+        }
         let admission = admission_of(word, now_ms);
         if word.state == HealthState::Resting && admission == Admission::Free {
             health.update(|word| (word.state == HealthState::Resting && word.until_ms <= now_ms).then(|| well(word)));
@@ -76,9 +80,7 @@ impl BreakerSettings {
 
     /// Takes the one place of a probe. Nothing when another request was faster.
     pub fn claim(&self, health: &Arc<WorkerHealth>, now_ms: u64) -> Option<Probe> {
-        let is_due = |word: HealthWord| {
-            matches!(word.state, HealthState::Open | HealthState::Probing) && word.until_ms <= now_ms
-        };
+        let is_due = |word: HealthWord| is_open(&word) && word.until_ms <= now_ms;
         let claimed =
             |word: HealthWord| HealthWord { state: HealthState::Probing, until_ms: now_ms + PROBE_MS, ..word };
         let (_, after) = health.update(|word| is_due(word).then(|| claimed(word)))?;
@@ -102,7 +104,6 @@ impl BreakerSettings {
     /// The same for a request that went to it for want of better ones. It was sent while the worker was open, so unlike one
     /// from before that it shows that the worker is well again.
     pub fn succeeded_in_need(&self, health: &WorkerHealth) -> Option<Change> {
-        let is_open = |word: &HealthWord| matches!(word.state, HealthState::Open | HealthState::Probing);
         health.update(|word| is_open(&word).then(HealthWord::default)).map(|_| Change::Closed)
     }
 
@@ -153,6 +154,10 @@ impl BreakerSettings {
         let doubled = self.cooldown.as_millis().saturating_mul(1 << level.min(LEVEL_MAX));
         u64::try_from(doubled.min(self.cooldown_max.as_millis())).unwrap_or(u64::MAX)
     }
+}
+
+fn is_open(word: &HealthWord) -> bool {
+    matches!(word.state, HealthState::Open | HealthState::Probing)
 }
 
 fn well(word: HealthWord) -> HealthWord {

@@ -162,6 +162,10 @@ fn threshold_0_is_off_and_a_worker_that_leaves_is_not_counted() {
         assert_eq!(off.faulted(&bench.health, None, 0), None);
     }
     assert_eq!(bench.admission(0), Admission::Free);
+    // Switched off while a worker is open: it is asked again at once.
+    let bench = Bench::opened();
+    assert_eq!((bench.admission(0), bench.ailing()), (Admission::Excluded, 1));
+    assert_eq!((off.admission(&bench.health, 0), bench.ailing()), (Admission::Free, 0));
     let Bench { health, ailing } = Bench::opened();
     assert_eq!(ailing.load(Ordering::Relaxed), 1);
     drop(health);

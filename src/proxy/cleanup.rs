@@ -143,9 +143,13 @@ impl Drop for PairGuard {
                 time::sleep_until(sent_at + limits::ABORT_AGE_MIN).await;
                 for rid in rids.iter() {
                     let call = abort(&side, &worker, address, rid);
-                    let is_ok = time::timeout(limits::ABORT_DEADLINE, call).await.unwrap_or(false);
-                    side.shared.metrics.pairs.aborted(is_ok);
+                    let is_ok = time::timeout(limits::ABORT_DEADLINE, call).await;
+                    side.shared.metrics.pairs.aborted(is_ok.unwrap_or(false));
                     debug!(worker = &*worker.id, rid, is_ok, "aborted a leg");
+                    // A worker that hangs would hold up this task as many times as there are sequences.
+                    if is_ok.is_none() {
+                        break;
+                    }
                 }
             });
         }

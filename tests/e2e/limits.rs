@@ -207,7 +207,7 @@ fn a_connection_beyond_the_cap_is_refused_cleanly() {
     }
     let mut further = Connection::open(router.address);
     let answer = further.answer("GET");
-    assert_eq!(answer.status, 503);
+    assert_eq!((answer.status, answer.header("retry-after")), (503, Some("1")));
     assert!(answer.json()["error"]["message"].as_str().unwrap().contains("connections"), "{}", answer.text());
     for connection in &mut open {
         connection.send(&request("POST", "/v1/completions", "", br#"{"model":"m"}"#));
