@@ -125,14 +125,12 @@ fn serve(config: &Config) -> anyhow::Result<()> {
     let surface = if config.admin_listen.is_some() { Surface::Traffic } else { Surface::All };
     let engine = Arc::new(Engine::start(config.engine(), serve(surface))?);
     let control = config.admin_engine().map(|control| Engine::start(control, serve(Surface::Control))).transpose()?;
-    if let Some(control) = &control {
-        info!(address = %control.local_addr(), "control pages");
-    }
+    control.iter().for_each(|control| info!(address = %control.local_addr(), "control pages"));
     // Set once, here: the page shows the engine from now on.
     let _ = engine_stats.set(Arc::downgrade(&engine));
     supervisor.listening(&engine, config);
-    let watched: Vec<(&str, &Engine)> =
-        std::iter::once(("shard", &*engine)).chain(control.iter().map(|engine| ("control-shard", engine))).collect();
+    let control_shards = control.iter().map(|control| ("control-shard", control));
+    let watched: Vec<_> = std::iter::once(("shard", &*engine)).chain(control_shards).collect();
     let end = supervisor.watch(&watched, || (!ingest.is_running()).then_some("ingest"), || reload.run());
     supervisor.stopping();
     let signal = match end {
