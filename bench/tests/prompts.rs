@@ -68,7 +68,7 @@ fn generator_measures_both_sides_of_every_scenario() {
     let Some(report) = report(env!("CARGO_BIN_EXE_generator"), &few) else { return };
     let rows = report["rows"].as_array().unwrap();
     let names: Vec<&str> = rows.iter().step_by(2).map(|row| row["scenario"].as_str().unwrap()).collect();
-    assert_eq!(names, ["json c=32", "sse burst 32", "sse paced 200", "sse paced 1000"]);
+    assert_eq!(names, ["json c=32", "sse burst 32", "sse paced 200", "sse paced 2000"]);
     for row in rows {
         for side in ["ratio", "generator_us", "router_us"] {
             assert!(row[side]["median"].as_f64().unwrap() > 0.0, "{side}: {row}");
