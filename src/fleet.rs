@@ -190,6 +190,13 @@ pub enum HealthState {
     Resting,
 }
 
+impl HealthState {
+    /// Whether the circuit breaker keeps requests away, but for a probe.
+    pub fn is_open(self) -> bool {
+        matches!(self, HealthState::Open | HealthState::Probing)
+    }
+}
+
 /// All that the circuit breaker knows of a worker, as one value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HealthWord {

@@ -80,8 +80,7 @@ fn run(state: &AdminState, questions: &Receiver<Question>) {
     let mut departed = DepartedSeries::default();
     loop {
         let now = Instant::now();
-        let is_due = history.look(now, || (state.page.requests.totals(), state.page.requests.inflight()));
-        if is_due {
+        if history.look(now, || (state.page.requests.totals(), state.page.requests.inflight())) {
             state.page.forget_departed(&mut departed, now);
         }
         let Question { ask, answer } = match questions.recv_timeout(history.wait(now)) {

@@ -57,18 +57,15 @@ pub fn admission_of(word: HealthWord, now_ms: u64) -> Admission {
 
 /// How little is to be hoped of a worker that may not be asked; where all are like that, the least is asked.
 pub fn trouble_of(word: HealthWord) -> u32 {
-    match word.state {
-        HealthState::Well | HealthState::Resting => 0,
-        HealthState::Open | HealthState::Probing => 1 + word.level + word.faults,
-    }
+    if word.state.is_open() { 1 + word.level + word.faults } else { 0 }
 }
 
 impl BreakerSettings {
     /// The same for a worker; a rest that is over ends here, and so does what is left of a breaker that was switched off.
     pub fn admission(&self, health: &WorkerHealth, now_ms: u64) -> Admission {
         let word = health.read();
-        if self.failure_threshold == 0 && is_open(&word) {
-            health.update(|word| is_open(&word).then(HealthWord::default));
+        if self.failure_threshold == 0 && word.state.is_open() {
+            health.update(|word| word.state.is_open().then(HealthWord::default));
             return Admission::Free;
         }
         let admission = admission_of(word, now_ms);
@@ -80,7 +77,7 @@ impl BreakerSettings {
 
     /// Takes the one place of a probe. Nothing when another request was faster.
     pub fn claim(&self, health: &Arc<WorkerHealth>, now_ms: u64) -> Option<Probe> {
-        let is_due = |word: HealthWord| is_open(&word) && word.until_ms <= now_ms;
+        let is_due = |word: HealthWord| word.state.is_open() && word.until_ms <= now_ms;
         let claimed =
             |word: HealthWord| HealthWord { state: HealthState::Probing, until_ms: now_ms + PROBE_MS, ..word };
         let (_, after) = health.update(|word| is_due(word).then(|| claimed(word)))?;
@@ -104,16 +101,13 @@ impl BreakerSettings {
     /// The same for a request that went to it for want of better ones. It was sent while the worker was open, so unlike one
     /// from before that it shows that the worker is well again.
     pub fn succeeded_in_need(&self, health: &WorkerHealth) -> Option<Change> {
-        health.update(|word| is_open(&word).then(HealthWord::default)).map(|_| Change::Closed)
+        health.update(|word| word.state.is_open().then(HealthWord::default)).map(|_| Change::Closed)
     }
 
     /// A request goes to the worker for want of better ones. Until one of them succeeds each weighs as a fault, so that the
     /// next goes elsewhere: whoever fails at once is never busy, and would get them all.
     pub fn asked_in_need(&self, health: &WorkerHealth) {
-        health.update(|word| match word.state {
-            HealthState::Open | HealthState::Probing => Some(HealthWord { faults: word.faults + 1, ..word }),
-            HealthState::Well | HealthState::Resting => None,
-        });
+        health.update(|word| word.state.is_open().then_some(HealthWord { faults: word.faults + 1, ..word }));
     }
 
     /// The worker has failed a request: no connection, no answer, a broken one, or a 5xx.
@@ -154,10 +148,6 @@ impl BreakerSettings {
         let doubled = self.cooldown.as_millis().saturating_mul(1 << level.min(LEVEL_MAX));
         u64::try_from(doubled.min(self.cooldown_max.as_millis())).unwrap_or(u64::MAX)
     }
-}
-
-fn is_open(word: &HealthWord) -> bool {
-    matches!(word.state, HealthState::Open | HealthState::Probing)
 }
 
 fn well(word: HealthWord) -> HealthWord {

@@ -2,8 +2,9 @@
 //! only what is new.
 //!
 //! Shared by all threads. Reads take no lock: a set of slots is searched by tag, then one entry is loaded through
-//! `arc-swap`. Writers, which have just encoded text, take one mutex; a shard tries for it and does not wait. Bounded in bytes; eviction is a clock: an entry
-//! goes when the hand passes it and it was not read since the last pass. Holds block hashes, never text.
+//! `arc-swap`. Writers, which have just encoded text, take one mutex; a shard tries for it and does not wait. Bounded in
+//! bytes; eviction is a clock: an entry goes when the hand passes it and it was not read since the last pass. Holds block
+//! hashes, never text.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

@@ -53,8 +53,7 @@ pub(super) struct Picked {
 impl Picked {
     fn has_lost_its_probe(&self) -> bool {
         let probe = self.probe.take();
-        let is_lost =
-            probe.is_none() && matches!(self.worker.health.read().state, HealthState::Open | HealthState::Probing);
+        let is_lost = probe.is_none() && self.worker.health.read().state.is_open();
         self.probe.set(probe);
         is_lost
     }
